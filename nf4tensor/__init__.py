@@ -1,0 +1,25 @@
+"""4-bit weights that shard, gather, save and train like any other tensor.
+
+`quantize_` turns the weights of a model into `NF4Tensor`s; a plain `fully_shard` then works on the
+whole model. The rooms of the package are described in `docs/` and in each folder's own docstring.
+"""
+
+from nf4tensor.errors import NF4TensorError, NF4TensorWarning
+from nf4tensor.format.spec import NF4Spec
+from nf4tensor.nn.convert import dequantize_, memory_footprint, quantize_
+from nf4tensor.tensor import NF4Tensor, to_nf4
+from nf4tensor.tensor.linear import linear_nf4
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NF4Spec",
+    "NF4Tensor",
+    "NF4TensorError",
+    "NF4TensorWarning",
+    "dequantize_",
+    "linear_nf4",
+    "memory_footprint",
+    "quantize_",
+    "to_nf4",
+]

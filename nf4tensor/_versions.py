@@ -1,0 +1,31 @@
+"""Questions about the installed torch, asked in one place.
+
+Each answer names the behaviour it depends on and the condition for its removal. Any room may ask.
+"""
+
+import sys
+from typing import Any
+
+# FSDP2 calls `fsdp_pre_all_gather(mesh)` or, with five parameters, a form that insists on
+# unpacked sizes for unevenly sharded parameters (distributed/fsdp/_fully_shard/_fsdp_param.py).
+# Packed rows need the first, which torch keeps "for BC"; tests/tensor/test_all_gather.py fails on
+# the day that it goes. Remove when the second form takes inputs of any size.
+FSDP_HOOK_TAKES_MESH_ONLY = True
+
+
+def calling_fsdp_param(max_depth: int = 12) -> Any | None:
+    """Return torch's `FSDPParam` that (indirectly) called this function, or None.
+
+    Used for early errors only: FSDP2 passes its hooks too little to tell that a setting cannot
+        work, and its own error
+    comes after a collective or on some ranks only.
+    """
+    frame = sys._getframe(1)
+    for _ in range(max_depth):
+        caller = frame.f_locals.get("self")
+        if type(caller).__name__ == "FSDPParam":
+            return caller
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

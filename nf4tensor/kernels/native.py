@@ -1,0 +1,70 @@
+"""The compiled library: where it is, why it cannot be used, and how it registers.
+
+Loads `_C.so` on the first question and computes nothing. Loading registers no kernel; `select.py`, the only caller,
+decides. Whatever goes wrong is kept as text for `nf4tensor env`, since the reference works without the library.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+CPU_OPS = frozenset({"quantize", "quantize_into", "dequantize", "dequantize_into"})
+
+
+@dataclass(frozen=True)
+class _Library:
+    """The loaded library, or the reason why there is none."""
+
+    handle: ctypes.CDLL | None
+    reason: str | None
+
+
+def unavailable_because() -> str | None:
+    """Return why the compiled library cannot be used, or None when it can."""
+    return _load().reason
+
+
+def register_cpu() -> None:
+    """Register the compiled kernels for the CPU; a second call changes nothing.
+
+    Raises:
+        RuntimeError: torch refused a kernel, after it printed the cause.
+    """
+    library = _load()
+    assert library.handle is not None, f"register_cpu() without a library: {library.reason}"
+    error = library.handle.nf4tensor_register_cpu()
+    if error != 0:
+        raise RuntimeError(
+            f"torch {torch.__version__} refused the compiled kernels (error {error}, cause above): "
+            "set NF4TENSOR_BACKEND=reference, or rebuild nf4tensor"
+        )
+
+
+def _candidates() -> list[Path]:
+    # Not beside this file: an editable install keeps _C.so in site-packages and the .py files in
+    # the source. The package has both as its search path.
+    package = find_spec(__name__.partition(".")[0])
+    folders = (package and package.submodule_search_locations) or []
+    return [path for folder in folders for path in sorted(Path(folder).glob("_C*.so"))]
+
+
+@lru_cache(maxsize=1)
+def _load() -> _Library:
+    candidates = _candidates()
+    if not candidates:
+        return _Library(
+            None,
+            "not built: no working C++ compiler when nf4tensor was installed "
+            "(pip install -v shows the build)",
+        )
+    path = candidates[0]
+    try:
+        # By way of torch, which keeps it loaded and knows of it when it saves a compiled graph.
+        torch.ops.load_library(path)
+        return _Library(ctypes.CDLL(str(path)), None)
+    except OSError as error:
+        return _Library(None, f"failed to load {path}: {error}")

@@ -1,0 +1,59 @@
+"""The kernels as the rest of the package calls them: a tensor, a spec, and what to make of them.
+
+Thin names over `torch.ops.nf4tensor`; the backend is the dispatcher's business. Importing this
+module registers the backends.
+"""
+
+import torch
+from torch import Tensor
+
+from nf4tensor.format.spec import NF4Spec
+from nf4tensor.kernels import select
+from nf4tensor.kernels.reference import zero_record
+
+__all__ = [
+    "dequantize",
+    "dequantize_into",
+    "linear",
+    "matmul",
+    "quantize",
+    "quantize_into",
+    "zero_record",
+]
+
+select.register_backends()
+
+
+def quantize(weight: Tensor, spec: NF4Spec) -> Tensor:
+    """Quantize a float weight `[*lead, in_features]` to a record `[*lead, pitch]` uint8.
+
+    Raises:
+        DTypeError, ShapeError, SpecError: The weight does not fit the spec.
+    """
+    return torch.ops.nf4tensor.quantize.default(weight, *spec.op_args)
+
+
+def quantize_into(weight: Tensor, spec: NF4Spec, record: Tensor) -> None:
+    """Write a weight over a record in place, keeping the phase of each row."""
+    torch.ops.nf4tensor.quantize_into.default(weight, *spec.op_args, record)
+
+
+def dequantize(record: Tensor, spec: NF4Spec, dtype: torch.dtype) -> Tensor:
+    """Decode a record `[*lead, pitch]` to a weight `[*lead, in_features]` of a dtype."""
+    return torch.ops.nf4tensor.dequantize.default(record, *spec.op_args, dtype)
+
+
+def dequantize_into(record: Tensor, spec: NF4Spec, out: Tensor) -> Tensor:
+    """Decode a record into `out` `[*lead, in_features]`, in its dtype, and return it."""
+    torch.ops.nf4tensor.dequantize_into.default(record, *spec.op_args, out)
+    return out
+
+
+def linear(input: Tensor, record: Tensor, spec: NF4Spec, bias: Tensor | None = None) -> Tensor:
+    """Return `input @ W.T + bias`, W decoded to the input's dtype; stacks of W broadcast."""
+    return torch.ops.nf4tensor.linear.default(input, record, *spec.op_args, bias)
+
+
+def matmul(input: Tensor, record: Tensor, spec: NF4Spec) -> Tensor:
+    """Return `input @ W`, W decoded to the input's dtype."""
+    return torch.ops.nf4tensor.matmul.default(input, record, *spec.op_args)

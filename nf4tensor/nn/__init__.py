@@ -1,0 +1,1 @@
+"""Whole models: quantize and dequantize their weights, count their bytes."""

@@ -1,0 +1,160 @@
+"""Turn the weights of a model into 4-bit tensors and back, one at a time.
+
+Only parameters are replaced: modules, names, hooks and `forward` stay as they are. Called by users
+and integrations.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from nf4tensor.errors import UnsupportedError, WeightError
+from nf4tensor.tensor import NF4Tensor, to_nf4
+
+logger = logging.getLogger("nf4tensor")
+ModuleFilter = Callable[[nn.Module, str], bool]
+Slot = tuple[nn.Module, str, str]  # module, key in its _parameters, full name
+_BFLOAT16_BYTES = 2
+
+
+def quantize_(
+    model: nn.Module,
+    *,
+    filter_fn: ModuleFilter | None = None,
+    skip: Sequence[str] = ("lm_head",),
+    freeze_base: bool = False,
+    progress: bool = True,
+    **to_nf4_options: Any,
+) -> nn.Module:
+    """Replace weights of a model by frozen 4-bit ones, in place.
+
+    Args:
+        model: Any module, not sharded yet: `fully_shard` comes after.
+        filter_fn: `(module, name) -> bool`: whose weights to quantize. By default those of every
+            `nn.Linear`, and of modules with "expert" in their class name that hold 3-D floating
+            weights.
+        skip: Last components of module names to leave alone.
+        freeze_base: Freeze every other parameter too, so that only adapters added later train.
+        progress: Show a progress bar.
+        **to_nf4_options: Passed to `to_nf4`.
+
+    Returns:
+        The model. Weights that would not get smaller than in bfloat16, and weights that a module
+        outside the choice shares, stay as they are and are listed in the log.
+
+    Raises:
+        UnsupportedError: A weight is sharded already.
+        WeightError: A weight has NaN or infinite elements; the message names it.
+    """
+    chosen, others = [], set()
+    for slot in _slots(model):
+        module, key, name = slot
+        if _is_chosen(module, key, name, filter_fn or _is_linear_or_experts, skip):
+            chosen.append(slot)
+        else:
+            others.add(id(module._parameters[key]))
+    left = []
+    for slots in tqdm(_by_parameter(chosen), "quantize", disable=not progress, unit="weight"):
+        module, key, name = slots[0]
+        quantized = None
+        if id(module._parameters[key]) not in others:
+            quantized = _quantize_parameter(module._parameters[key], name, to_nf4_options)
+        if quantized is None:
+            left.append(name)
+            continue
+        for module, key, _ in slots:
+            module._parameters[key] = quantized
+    if left:
+        logger.warning("left in their own dtype (too narrow, or shared): %s", ", ".join(left))
+    if freeze_base:
+        model.requires_grad_(False)
+    return model
+
+
+def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Replace every 4-bit weight of a model by a dense one, in place.
+
+    Args:
+        model: Any module, not sharded.
+        dtype: float32, bfloat16 or float16; by default each weight's logical dtype.
+
+    Returns:
+        The model. The dense weights stay frozen.
+    """
+    slots = [s for s in _slots(model) if isinstance(s[0]._parameters[s[1]], NF4Tensor)]
+    for group in _by_parameter(slots):
+        module, key, _ = group[0]
+        dense = nn.Parameter(
+            module._parameters[key].detach().dequantize(dtype), requires_grad=False
+        )
+        for module, key, _ in group:
+            module._parameters[key] = dense
+    return model
+
+
+def memory_footprint(model: nn.Module) -> int:
+    """Return the bytes that parameters and buffers take on this rank.
+
+    4-bit weights count their records, sharded ones this rank's part, and memory that several
+    tensors share counts once.
+    """
+    storages = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = getattr(tensor, "_local_tensor", tensor)
+        storage = getattr(local, "record", local).untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _slots(model: nn.Module) -> Iterator[Slot]:
+    """List every place in the model that holds a parameter, shared ones at each place."""
+    for prefix, module in model.named_modules(remove_duplicate=True):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, key, f"{prefix}.{key}" if prefix else key
+
+
+def _by_parameter(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Group the places that hold one and the same parameter, while all parameters are alive."""
+    groups: dict[int, list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault(id(slot[0]._parameters[slot[1]]), []).append(slot)
+    return list(groups.values())
+
+
+def _is_chosen(
+    module: nn.Module, key: str, name: str, filter_fn: ModuleFilter, skip: Sequence[str]
+) -> bool:
+    weight = module._parameters[key]
+    module_name = name.rpartition(".")[0]
+    if isinstance(weight, NF4Tensor) or weight.dim() < 2 or not weight.is_floating_point():
+        return False
+    return module_name.rpartition(".")[2] not in skip and filter_fn(module, module_name)
+
+
+def _is_linear_or_experts(module: nn.Module, name: str) -> bool:
+    if isinstance(module, nn.Linear):
+        return True
+    has_stack = any(p is not None and p.dim() == 3 for p in module._parameters.values())
+    return has_stack and "expert" in type(module).__name__.lower()
+
+
+def _quantize_parameter(
+    weight: nn.Parameter, name: str, to_nf4_options: dict[str, Any]
+) -> nn.Parameter | None:
+    """Return the 4-bit parameter, or None where it would not be smaller than bfloat16."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(weight, distributed.DTensor):
+        raise UnsupportedError(f"{name} is sharded already: call quantize_ first, then fully_shard")
+    try:
+        quantized = to_nf4(weight, **to_nf4_options)
+    except WeightError as error:
+        raise WeightError(f"{name}: {error}") from error
+    if quantized.nbytes >= _BFLOAT16_BYTES * weight.numel():
+        return None
+    return nn.Parameter(quantized, requires_grad=False)

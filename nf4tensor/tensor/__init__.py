@@ -1,0 +1,10 @@
+"""The 4-bit tensor: the class and what each operation does with it.
+
+`nf4_tensor.py` has the class, `dispatch.py` the tables, and each other file one family of
+operations, registered on import. Numbers come from `kernels/ops.py` only.
+"""
+
+from nf4tensor.tensor import collectives, columns, fallback, linear, rows
+from nf4tensor.tensor.nf4_tensor import NF4Tensor, to_nf4
+
+__all__ = ["NF4Tensor", "collectives", "columns", "fallback", "linear", "rows", "to_nf4"]

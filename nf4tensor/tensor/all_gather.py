@@ -1,0 +1,71 @@
+"""What FSDP2 gathers for an NF4Tensor, and the checks that must come before the first collective.
+
+One uint8 record per shard, padded to the same number of rows on every rank: codes and scales move
+together, and any number of ranks works. The hooks on the class call these functions.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from nf4tensor import _versions
+from nf4tensor.errors import ShardingError
+
+if TYPE_CHECKING:
+    from nf4tensor.tensor.nf4_tensor import NF4Tensor
+
+
+def pre_all_gather(shard: "NF4Tensor", mesh: Any) -> tuple[tuple[Tensor], Any]:
+    """Return the record to gather and what the other side must know.
+
+    Raises:
+        ShardingError: `fully_shard` was given an integer `reshard_after_forward`.
+    """
+    assert _versions.FSDP_HOOK_TAKES_MESH_ONLY
+    _refuse_integer_reshard()
+    record = shard.record if shard.padded is None else shard.padded
+    return (record,), (shard.spec, shard.view_kind)
+
+
+def check_aliases(out: Tensor, record: Tensor) -> None:
+    """Check that the unsharded parameter of the first gather sees what was gathered now.
+
+    FSDP2 frees and refills the storage of the gathered record, so nothing has to be copied.
+    """
+    out = getattr(out, "_local_tensor", out)
+    assert out.record.untyped_storage()._cdata == record.untyped_storage()._cdata
+
+
+def _refuse_integer_reshard() -> None:
+    # torch gathers such a parameter again from a smaller mesh, a path that raises
+    # NotImplementedError for every tensor with hooks, after the first forward. Remove when it
+    # calls them.
+    param = _versions.calling_fsdp_param()
+    after_forward = getattr(param, "post_forward_mesh_info", None)
+    if after_forward is None or after_forward == getattr(param, "mesh_info", None):
+        return
+    raise ShardingError(
+        "reshard_after_forward is an integer (a smaller mesh after the forward), which torch does "
+        "not support for "
+        "4-bit weights: pass reshard_after_forward=True, or False to keep them gathered"
+    )
+
+
+def refuse_column_shard(weight: "NF4Tensor") -> None:
+    """Stop `fully_shard` before it makes dense shards of columns.
+
+    Raises:
+        ShardingError: torch's FSDP2 is the caller.
+    """
+    if _versions.calling_fsdp_param() is None:
+        return
+    way_out = (
+        "give it a second dimension, or pass it in ignored_params"
+        if weight.dim() == 1
+        else "shard dim 0"
+    )
+    raise ShardingError(
+        f"fully_shard would cut the columns of a 4-bit weight of shape {tuple(weight.shape)}, and "
+        "a row is never "
+        f"cut over ranks: {way_out}"
+    )

@@ -1,0 +1,377 @@
+"""`NF4Tensor`: a weight of which only its 4-bit record exists.
+
+The class holds a record, a spec and a way of looking at them; every operation lives in the families
+beside this file. `to_nf4` is the way in, `NF4Tensor.dequantize` the way out.
+"""
+
+from contextlib import nullcontext
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nf4tensor.errors import DTypeError, GradientError, ShapeError, UnsupportedError, WeightError
+from nf4tensor.format.spec import NF4Spec
+from nf4tensor.kernels import ops
+from nf4tensor.kernels.schema import check_dtype, check_out
+from nf4tensor.tensor import all_gather
+from nf4tensor.tensor.dispatch import FUNCTIONS, call
+
+VIEWS = ("rows", "transposed", "flat")
+
+
+class NF4Tensor(torch.Tensor):
+    """A weight `[*lead, in_features]` stored as one uint8 record `[*lead, pitch]`.
+
+    Made by `to_nf4`; the constructor takes bytes that are a record already.
+
+    Args:
+        record: uint8 `[*lead, pitch]`, each row with its codes and scales (`format/README.md`).
+        spec: Geometry of a row.
+        dtype: Logical dtype: float32, bfloat16 or float16. It says what `dequantize()` returns and
+            is no property of the bytes.
+        view: "rows"; "transposed", of size `[*, in_features, out_features]`; or "flat", of size
+            `[numel]`.
+        padded: The record of which `record` is the first rows, where FSDP2 padded a shard; else
+            None.
+    """
+
+    record: Tensor
+    spec: NF4Spec
+    view_kind: str
+    padded: Tensor | None
+    is_cut: bool  # a copied column slice, which nobody would see changed
+
+    @staticmethod
+    def __new__(
+        cls,
+        record: Tensor,
+        spec: NF4Spec,
+        dtype: torch.dtype,
+        *,
+        view: str = "rows",
+        padded: Tensor | None = None,
+    ) -> "NF4Tensor":
+        """Make the wrapper: its size and strides are the decoded weight's."""
+        assert view in VIEWS, view
+        assert record.shape[-1] == spec.pitch, (record.shape, spec)
+        size = (*record.shape[:-1], spec.in_features)
+        stride = (*(s // spec.pitch * spec.in_features for s in record.stride()[:-1]), 1)
+        if view == "transposed":
+            size = (*size[:-2], size[-1], size[-2])
+            stride = (*stride[:-2], stride[-1], stride[-2])
+        elif view == "flat":
+            num_elements = spec.in_features
+            for rows in record.shape[:-1]:
+                num_elements *= rows
+            size, stride = (num_elements,), (1,)
+        # In inference mode a view of a normal tensor must be a normal tensor, as its record is.
+        with torch.inference_mode(False) if _is_normal_in_inference(record) else nullcontext():
+            return torch.Tensor._make_wrapper_subclass(
+                cls, size, strides=stride, dtype=dtype, device=record.device
+            )
+
+    def __init__(
+        self,
+        record: Tensor,
+        spec: NF4Spec,
+        dtype: torch.dtype,
+        *,
+        view: str = "rows",
+        padded: Tensor | None = None,
+    ) -> None:
+        self.record = record
+        self.spec = spec
+        self.view_kind = view
+        self.padded = padded
+        self.is_cut = False
+
+    def with_record(
+        self,
+        record: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        view: str | None = None,
+        padded: Tensor | None = None,
+    ) -> "NF4Tensor":
+        """Return a tensor alike over another record, but for what is given."""
+        tensor = NF4Tensor(
+            record, self.spec, dtype or self.dtype, view=view or self.view_kind, padded=padded
+        )
+        tensor.is_cut = self.is_cut and _same_storage(record, self.record)
+        return tensor
+
+    def dequantize(self, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Decode to a dense tensor of this tensor's shape.
+
+        Args:
+            dtype: float32, bfloat16 or float16; by default the logical dtype.
+            out: Where to write, of this tensor's shape; its dtype is the one decoded to.
+
+        Returns:
+            A new tensor, or `out`.
+
+        Raises:
+            DTypeError: The dtype is another one.
+            ShapeError: `out` has another shape.
+        """
+        if out is not None:
+            return self._dequantize_into(dtype, out)
+        dtype = dtype or self.dtype
+        check_dtype(dtype, "dtype")
+        weight = ops.dequantize(self.record, self.spec, dtype)
+        if self.view_kind == "transposed":
+            return weight.mT
+        return weight.view(-1) if self.view_kind == "flat" else weight
+
+    def _dequantize_into(self, dtype: torch.dtype | None, out: Tensor) -> Tensor:
+        if dtype not in (None, out.dtype):
+            raise DTypeError(
+                f"out.dtype is {out.dtype}, but dtype={dtype} was asked for: pass one of them"
+            )
+        if out.shape != self.shape:
+            raise ShapeError(f"out has shape {tuple(out.shape)}, expected {tuple(self.shape)}")
+        target = out.mT if self.view_kind == "transposed" else out
+        if self.view_kind == "flat":
+            target = out.view(*self.record.shape[:-1], self.spec.in_features)
+        check_out(self.record, self.spec, target)
+        ops.dequantize_into(self.record, self.spec, target)
+        return out
+
+    def get_original_weight(self) -> Tensor:
+        """Decode to the logical dtype: the name that torchao's NF4Tensor has for `dequantize`."""
+        return self.dequantize()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the record: what the tensor really takes."""
+        return self.record.nbytes
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its history; assigning to it writes in place."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.device != self.device or value.shape != self.shape:
+            raise ShapeError(
+                f"cannot assign data of shape {tuple(value.shape)} on {value.device} to an "
+                "NF4Tensor of shape "
+                f"{tuple(self.shape)} on {self.device}: replace the parameter instead"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def share_memory_(self) -> "NF4Tensor":
+        """Move the record to shared memory, as `torch.Tensor.share_memory_` does."""
+        self.record.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Tell whether the record is in shared memory."""
+        return self.record.is_shared()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        view = "" if self.view_kind == "rows" else f", view={self.view_kind}"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"NF4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"nbytes={self.nbytes}{view}{grad}, {self.spec})"
+        )
+
+    # Copies and files
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NF4Tensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            copy = self.with_record(self.record.clone())
+        copy = _as_parameter(copy, hasattr(self, "_is_param"), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        record = _materialize(self.record).detach()
+        if record.untyped_storage().nbytes() != record.nbytes:
+            record = record.clone()  # a file of a shard holds the shard, not the storage around it
+        state = (astuple(self.spec), record, self.dtype, self.view_kind)
+        return _rebuild, (*state, hasattr(self, "_is_param"), self.requires_grad)
+
+    # What torch.compile asks for
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[NF4Spec, torch.dtype, str]]:
+        return ["record"], (self.spec, self.dtype, self.view_kind)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[NF4Spec, torch.dtype, str],
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+    ) -> "NF4Tensor":
+        spec, dtype, view = context
+        return NF4Tensor(inner["record"], spec, dtype, view=view)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Name everything that changes compiled code: two specs may share a record's shape."""
+        return repr(self) + repr((tuple(self.record.shape), self.record.stride()))
+
+    # FSDP2
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
+        """Give FSDP2 the padded record of this shard to gather (see `all_gather.py`)."""
+        return all_gather.pre_all_gather(self, mesh)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Any:
+        """Make the unsharded tensor of what was gathered (see `all_gather.py`)."""
+        (record,) = all_gather_outputs
+        if out is not None:
+            return all_gather.check_aliases(out, record)
+        spec, view = metadata
+        return NF4Tensor(record, spec, param_dtype, view=view), (record,)
+
+    # Dispatch
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FUNCTIONS:
+            result = FUNCTIONS[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return call(func, args, kwargs or {})
+
+
+def to_nf4(
+    tensor: Tensor,
+    block_size: int = 64,
+    scale_block_size: int | None = 256,
+    *,
+    quant_type: str = "nf4",
+    scaler_block_size: int | None = None,
+) -> NF4Tensor:
+    """Quantize a weight to 4 bits.
+
+    Args:
+        tensor: `[*lead, in_features]`, float32, bfloat16 or float16, any strides; its dtype becomes
+            the logical one.
+        block_size: Elements that share a scale, a power of two from 16 to 4096.
+        scale_block_size: At most so many 8-bit scales share a float32 pair ("double quantization");
+            None keeps float32 scales.
+        quant_type: "nf4" or "fp4".
+        scaler_block_size: torchao's name for `scale_block_size`.
+
+    Returns:
+        A detached NF4Tensor of the same shape, dtype and device.
+
+    Raises:
+        DTypeError: The dtype is another one.
+        ShapeError: The tensor has no dimension or no columns.
+        SpecError: A size or name is outside its range.
+        UnsupportedError: The tensor is quantized already.
+        WeightError: The tensor has NaN or infinite elements.
+    """
+    if isinstance(tensor, NF4Tensor):
+        raise UnsupportedError(
+            f"the tensor is quantized already ({tensor.spec}): to quantize it in another way, pass "
+            "tensor.dequantize()"
+        )
+    check_dtype(tensor.dtype, "tensor.dtype")
+    if tensor.dim() == 0 or tensor.shape[-1] == 0:
+        raise ShapeError(
+            f"tensor has shape {tuple(tensor.shape)}, expected at least one dimension and one "
+            "column"
+        )
+    scale_block_size = scaler_block_size or scale_block_size
+    spec = NF4Spec.for_weight(tensor.shape[-1], block_size, scale_block_size, quant_type)
+    tensor = tensor.detach()
+    check_finite(tensor)
+    return NF4Tensor(ops.quantize(tensor, spec), spec, tensor.dtype)
+
+
+def check_finite(tensor: Tensor) -> None:
+    """Refuse a weight with NaN or infinite elements.
+
+    Raises:
+        WeightError: There are some; the message has their number and the first place.
+    """
+    if tensor.numel() == 0 or tensor.is_meta or torch.compiler.is_compiling():
+        return
+    lowest, highest = tensor.aminmax()  # both are NaN where one element is
+    if torch.stack([lowest, highest]).isfinite().all():
+        return
+    places = (~tensor.isfinite()).nonzero()
+    first = tuple(places[0].tolist())
+    raise WeightError(
+        f"the weight of shape {tuple(tensor.shape)} has {len(places)} NaN or infinite elements, "
+        "the first at "
+        f"{first}: {tensor[first].item()}: 4-bit blocks cannot hold them; fix the checkpoint, or "
+        "use "
+        "torch.nan_to_num(weight) if zeros there are right"
+    )
+
+
+def _is_normal_in_inference(record: Tensor) -> bool:
+    return torch.is_inference_mode_enabled() and not record.is_inference()
+
+
+def _same_storage(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
+def _materialize(tensor: Tensor) -> Tensor:
+    """Wait for a tensor that a collective may still be filling."""
+    return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
+
+
+def _as_parameter(tensor: NF4Tensor, is_parameter: bool, requires_grad: bool) -> NF4Tensor:
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _rebuild(
+    spec_fields: tuple[Any, ...],
+    record: Tensor,
+    dtype: torch.dtype,
+    view: str,
+    is_parameter: bool,
+    requires_grad: bool,
+) -> NF4Tensor:
+    """Undo `__reduce_ex__`; an unknown format version is refused by the spec."""
+    tensor = NF4Tensor(record, NF4Spec(*spec_fields), dtype, view=view)
+    return _as_parameter(tensor, is_parameter, requires_grad)
+
+
+def refuse_gradient(*_: Any) -> None:
+    """Stop a backward pass that reached a 4-bit weight.
+
+    Raises:
+        GradientError: Always.
+    """
+    raise GradientError(
+        "a backward pass reached an NF4Tensor: 4-bit weights are frozen and cannot be trained; "
+        "call "
+        "weight.requires_grad_(False) and train adapters beside it"
+    )
+
+
+torch.serialization.add_safe_globals([_rebuild])

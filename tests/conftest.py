@@ -1,0 +1,17 @@
+"""Fixtures that every room's tests share."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session", params=[1, 2, 3, 4, 8], ids=lambda n: f"{n}ranks")
+def ranks(request: pytest.FixtureRequest):
+    """Each world size in turn, started once for all tests that use it."""
+    world = Ranks(request.param)
+    yield world
+    world.stop()

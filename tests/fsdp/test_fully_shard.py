@@ -1,0 +1,169 @@
+"""Plain `fully_shard` at every world size, for rows that do not divide and fewer than ranks."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nf4tensor import NF4Tensor, memory_footprint, to_nf4
+from nf4tensor.errors import ShardingError
+from tests.fsdp.training import GLOBAL_BATCH, make_model, shard, train
+from tests.ranks import Ranks
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def unsharded_losses() -> list[float]:
+    """Losses of the 4-bit model on one process."""
+    return train(make_model())
+
+
+def losses_of(rank, world_size, quantize, model_options, train_options, shard_options):
+    model = shard(make_model(quantize, **model_options), **shard_options)
+    return train(model, rank=rank, world_size=world_size, **train_options)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_ten_steps_equal_the_unsharded_model(ranks: Ranks, unsharded_losses, reshard):
+    options = {"reshard_after_forward": reshard}
+    for losses in ranks.run(losses_of, True, {}, {}, options):
+        assert losses == pytest.approx(unsharded_losses, rel=TOLERANCE)
+    assert unsharded_losses[-1] < 0.7 * unsharded_losses[0]
+
+
+@pytest.mark.parametrize(
+    ("model_options", "train_options", "shard_options"),
+    [
+        ({"checkpointing": True}, {}, {}),
+        ({}, {"accumulate": 3}, {}),
+        ({}, {}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        ({}, {}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+        ({}, {}, {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)}),
+        ({"checkpointing": True}, {}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
+    ],
+    ids=["checkpointing", "accumulation", "offload", "bf16", "fp16", "bf16-checkpointing"],
+)
+def test_every_mode_equals_the_same_program_with_a_dense_base(
+    ranks: Ranks, model_options, train_options, shard_options
+):
+    options = (model_options, {"steps": 4, **train_options}, shard_options)
+    quantized = ranks.run(losses_of, True, *options)
+    assert quantized == ranks.run(losses_of, False, *options)
+
+
+def gathered_records(rank, world_size):
+    model = make_model()
+    before = {n: p.record.clone() for n, p in model.named_parameters() if isinstance(p, NF4Tensor)}
+    shard(model, reshard_after_forward=False)
+    for _ in range(2):
+        model(torch.randn(2, 96)).sum().backward()
+        model.unshard()
+        for block in model.blocks:
+            block.unshard()
+        after = dict(model.named_parameters())
+        assert len(before) == 7
+        for name, record in before.items():
+            assert type(after[name]) is NF4Tensor
+            assert torch.equal(after[name].record, record), name
+        model.reshard()
+        for block in model.blocks:
+            block.reshard()
+
+
+def test_gathered_bytes_equal_the_bytes_before(ranks: Ranks):
+    ranks.run(gathered_records)
+
+
+def shards(rank, world_size):
+    model = make_model()
+    whole = memory_footprint(model)
+    before = {n: p.detach() for n, p in model.named_parameters() if isinstance(p, NF4Tensor)}
+    shard(model)
+    for name, parameter in model.named_parameters():
+        if name in before:
+            assert isinstance(parameter, DTensor)
+            local = parameter.to_local()
+            chunks = torch.chunk(before[name].record, world_size)
+            expected = chunks[rank] if rank < len(chunks) else before[name].record[:0]
+            assert torch.equal(local.record, expected)
+    return memory_footprint(model), whole
+
+
+def test_each_rank_holds_its_rows_only(ranks: Ranks):
+    for part, whole in ranks.run(shards):
+        assert part < whole / ranks.world_size + 7 * 4 * 96 * 2  # a padded row for each weight
+
+
+class CountGathers(TorchDispatchMode):
+    """Add up what every all-gather receives."""
+
+    def __init__(self):
+        super().__init__()
+        self.received_bytes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.received_bytes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def gathered_bytes(rank, world_size):
+    linear = torch.nn.Linear(4096, 8 * world_size, bias=False, dtype=torch.bfloat16)
+    linear.weight = torch.nn.Parameter(to_nf4(linear.weight), requires_grad=False)
+    model = fully_shard(torch.nn.Sequential(linear))
+    with CountGathers() as gathers:
+        model(torch.randn(2, 4096, dtype=torch.bfloat16))
+    return sum(gathers.received_bytes) / (4096 * 8 * world_size)
+
+
+def test_packed_bytes_travel(ranks: Ranks):
+    if ranks.world_size == 1:
+        pytest.skip("one rank gathers nothing")
+    for bytes_per_weight in ranks.run(gathered_bytes):
+        assert 0.5 < bytes_per_weight <= 0.53
+
+
+def integer_reshard(rank, world_size):
+    model = make_model()
+    fully_shard(model, reshard_after_forward=world_size // 2)
+    with CountGathers() as gathers, pytest.raises(ShardingError, match="is an integer"):
+        model(torch.randn(GLOBAL_BATCH, 96))
+    assert not gathers.received_bytes
+
+
+def test_integer_reshard_is_refused_before_any_collective(ranks: Ranks):
+    if ranks.world_size not in (4, 8):
+        pytest.skip("torch turns 1 and the world size into bools")
+    ranks.run(integer_reshard)
+
+
+def one_dimension(rank, world_size):
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(to_nf4(torch.randn(256)), requires_grad=False)
+    if world_size == 1:
+        fully_shard(module)
+        return
+    with pytest.raises(ShardingError, match="give it a second dimension"):
+        fully_shard(module)
+
+
+def test_one_dimensional_weight_is_refused_on_every_rank(ranks: Ranks):
+    ranks.run(one_dimension)
+
+
+def stack_of_experts(rank, world_size):
+    module = torch.nn.Module()
+    torch.manual_seed(3)
+    dense = torch.randn(3, 20, 64)
+    module.weight = torch.nn.Parameter(to_nf4(dense), requires_grad=False)
+    module.forward = lambda x: x @ module.weight.mT
+    expected = torch.ones(3, 2, 64) @ module.weight.dequantize().mT
+    fully_shard(module)
+    for _ in range(2):
+        assert torch.equal(module(torch.ones(3, 2, 64)), expected)
+
+
+def test_three_dimensional_weight(ranks: Ranks):
+    ranks.run(stack_of_experts)
