@@ -68,6 +68,7 @@ def register_backends() -> None:
     backend = requested_backend()
     for name, kernel in _REFERENCE.items():
         library.impl(name, kernel, "CompositeExplicitAutograd")
+    reason: str | None
     if backend == "reference":
         reason = "NF4TENSOR_BACKEND=reference"
     else:

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_any, tree_map_only
 from nf4tensor.errors import NF4TensorWarning, ShapeError, SpecError, UnsupportedError
 from nf4tensor.kernels import ops
 from nf4tensor.tensor.dispatch import bind, default, implements, overrides
-from nf4tensor.tensor.nf4_tensor import NF4Tensor, check_finite
+from nf4tensor.tensor.nf4_tensor import NF4Tensor
+from nf4tensor.tensor.quantize import check_finite
 
 aten = torch.ops.aten
 _warned: set[str] = set()
@@ -48,26 +49,6 @@ def decode(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _dense(tree: Any) -> Any:
     return tree_map_only(NF4Tensor, lambda tensor: tensor.dequantize(), tree)
-
-
-def like_dense(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Make a new dense tensor like an NF4Tensor, without decoding it."""
-    tensor, *rest = args
-    template = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-    return op(template, *rest, **kwargs)
-
-
-_LIKE = (
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty_strided.default,
-)
-implements(*_LIKE)(like_dense)
 
 
 @default

@@ -11,12 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nf4tensor.errors import GradientError
 from nf4tensor.kernels import ops
 from nf4tensor.tensor import fallback
 from nf4tensor.tensor.dispatch import implements, overrides
-from nf4tensor.tensor.nf4_tensor import NF4Tensor, refuse_gradient
+from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
 aten = torch.ops.aten
+
+
+def _refuse_gradient(*_: Any) -> None:
+    """Stop a backward pass that reached a 4-bit weight.
+
+    Raises:
+        GradientError: Always.
+    """
+    raise GradientError(
+        "a backward pass reached an NF4Tensor: 4-bit weights are frozen and cannot be trained; "
+        "call "
+        "weight.requires_grad_(False) and train adapters beside it"
+    )
 
 
 class _RefuseWeightGradient(torch.autograd.Function):
@@ -28,7 +42,7 @@ class _RefuseWeightGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return refuse_gradient()
+        return _refuse_gradient()
 
 
 def linear_nf4(input: Tensor, weight: NF4Tensor, bias: Tensor | None = None) -> Tensor:
@@ -181,7 +195,7 @@ def _requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         tensor.requires_grad_(requires_grad)
         if requires_grad and isinstance(tensor, NF4Tensor) and not tensor._backward_hooks:
-            tensor.register_hook(refuse_gradient)
+            tensor.register_hook(_refuse_gradient)
     return tensor
 
 

@@ -1,7 +1,7 @@
 """`NF4Tensor`: a weight of which only its 4-bit record exists.
 
 The class holds a record, a spec and a way of looking at them; every operation lives in the families
-beside this file. `to_nf4` is the way in, `NF4Tensor.dequantize` the way out.
+beside this file. `to_nf4` (`quantize.py`) is the way in, `NF4Tensor.dequantize` the way out.
 """
 
 from contextlib import nullcontext
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nf4tensor.errors import DTypeError, GradientError, ShapeError, UnsupportedError, WeightError
+from nf4tensor.errors import DTypeError, ShapeError
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import ops
 from nf4tensor.kernels.schema import check_dtype, check_out
@@ -260,75 +260,6 @@ class NF4Tensor(torch.Tensor):
         return call(func, args, kwargs or {})
 
 
-def to_nf4(
-    tensor: Tensor,
-    block_size: int = 64,
-    scale_block_size: int | None = 256,
-    *,
-    quant_type: str = "nf4",
-    scaler_block_size: int | None = None,
-) -> NF4Tensor:
-    """Quantize a weight to 4 bits.
-
-    Args:
-        tensor: `[*lead, in_features]`, float32, bfloat16 or float16, any strides; its dtype becomes
-            the logical one.
-        block_size: Elements that share a scale, a power of two from 16 to 4096.
-        scale_block_size: At most so many 8-bit scales share a float32 pair ("double quantization");
-            None keeps float32 scales.
-        quant_type: "nf4" or "fp4".
-        scaler_block_size: torchao's name for `scale_block_size`.
-
-    Returns:
-        A detached NF4Tensor of the same shape, dtype and device.
-
-    Raises:
-        DTypeError: The dtype is another one.
-        ShapeError: The tensor has no dimension or no columns.
-        SpecError: A size or name is outside its range.
-        UnsupportedError: The tensor is quantized already.
-        WeightError: The tensor has NaN or infinite elements.
-    """
-    if isinstance(tensor, NF4Tensor):
-        raise UnsupportedError(
-            f"the tensor is quantized already ({tensor.spec}): to quantize it in another way, pass "
-            "tensor.dequantize()"
-        )
-    check_dtype(tensor.dtype, "tensor.dtype")
-    if tensor.dim() == 0 or tensor.shape[-1] == 0:
-        raise ShapeError(
-            f"tensor has shape {tuple(tensor.shape)}, expected at least one dimension and one "
-            "column"
-        )
-    scale_block_size = scaler_block_size or scale_block_size
-    spec = NF4Spec.for_weight(tensor.shape[-1], block_size, scale_block_size, quant_type)
-    tensor = tensor.detach()
-    check_finite(tensor)
-    return NF4Tensor(ops.quantize(tensor, spec), spec, tensor.dtype)
-
-
-def check_finite(tensor: Tensor) -> None:
-    """Refuse a weight with NaN or infinite elements.
-
-    Raises:
-        WeightError: There are some; the message has their number and the first place.
-    """
-    if tensor.numel() == 0 or tensor.is_meta or torch.compiler.is_compiling():
-        return
-    lowest, highest = tensor.aminmax()  # both are NaN where one element is
-    if torch.stack([lowest, highest]).isfinite().all():
-        return
-    places = (~tensor.isfinite()).nonzero()
-    first = tuple(places[0].tolist())
-    raise WeightError(
-        f"the weight of shape {tuple(tensor.shape)} has {len(places)} NaN or infinite elements, "
-        "the first at "
-        f"{first}: {tensor[first].item()}: 4-bit blocks cannot hold them; fix the checkpoint, or "
-        "use "
-        "torch.nan_to_num(weight) if zeros there are right"
-    )
-
-
 def _is_normal_in_inference(record: Tensor) -> bool:
     return torch.is_inference_mode_enabled() and not record.is_inference()
 
@@ -359,19 +290,6 @@ def _rebuild(
     """Undo `__reduce_ex__`; an unknown format version is refused by the spec."""
     tensor = NF4Tensor(record, NF4Spec(*spec_fields), dtype, view=view)
     return _as_parameter(tensor, is_parameter, requires_grad)
-
-
-def refuse_gradient(*_: Any) -> None:
-    """Stop a backward pass that reached a 4-bit weight.
-
-    Raises:
-        GradientError: Always.
-    """
-    raise GradientError(
-        "a backward pass reached an NF4Tensor: 4-bit weights are frozen and cannot be trained; "
-        "call "
-        "weight.requires_grad_(False) and train adapters beside it"
-    )
 
 
 torch.serialization.add_safe_globals([_rebuild])
