@@ -18,6 +18,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT_SECONDS = 120
+PRELOAD = [
+    "nf4tensor",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+]
 
 
 class RankError(AssertionError):
@@ -66,7 +72,9 @@ class Ranks:
         self._processes = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        # Ranks are forked from one server that has imported torch, not each from nothing.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self._inboxes = [context.SimpleQueue() for _ in range(self.world_size)]
         self._outbox = context.Queue()
         store = tempfile.NamedTemporaryFile(prefix="nf4tensor-ranks-", delete=False)

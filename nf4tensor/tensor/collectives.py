@@ -15,30 +15,21 @@ from nf4tensor.tensor.dispatch import implements
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
 
-def _ops(namespace: str, *names: str) -> list[Any]:
-    """Return the default overloads that this torch has; a build without distributed has none."""
-    if not torch.distributed.is_available():
-        return []
-    packet = getattr(torch.ops, namespace)
-    return [getattr(packet, name).default for name in names if hasattr(packet, name)]
-
-
-@implements(
-    *_ops(
-        "_c10d_functional",
-        "all_gather_into_tensor",
-        "broadcast",
-        "wait_tensor",
-        "_wrap_tensor_autograd",
-    )
-)
+@implements("_c10d_functional::all_gather_into_tensor", "_c10d_functional::broadcast")
 def functional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NF4Tensor:
     """Run a functional collective on the record and look at its result in the same way."""
     tensor = args[0]
     return tensor.with_record(op(tensor.record.contiguous(), *args[1:], **kwargs))
 
 
-@implements(*_ops("c10d", "broadcast_", "scatter_", "allgather_", "send", "recv_"))
+@implements("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+def wait(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NF4Tensor:
+    """Wait for the record at once, so that none is ever saved or pickled while it is filled."""
+    tensor = args[0]
+    return tensor.with_record(torch.ops._c10d_functional.wait_tensor.default(tensor.record))
+
+
+@implements("c10d::broadcast_", "c10d::scatter_", "c10d::allgather_", "c10d::send", "c10d::recv_")
 def in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a collective that fills given tensors on their records; every tensor must be one."""
     strangers: list[Tensor] = []

@@ -1,25 +1,30 @@
 """The two tables that say what an NF4Tensor does with an operation.
 
 `OPS` maps ATen ops to handlers with one signature; `FUNCTIONS` maps Python-level functions, which
-run above autograd and autocast. The families (`rows`, `columns`, `linear`, `collectives`,
-`fallback`) fill them once, at import.
+run above autograd and autocast. The families (one file each) fill them once, at import.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 Function = Callable[..., Any]
 
-OPS: dict[OpOverload, Handler] = {}
+OPS: dict[OpOverload | str, Handler] = {}
 FUNCTIONS: dict[Any, Function] = {}
 _default: list[Handler] = []
 
 
-def implements(*ops: OpOverload) -> Callable[[Handler], Handler]:
-    """Register a handler `(op, args, kwargs) -> result` for ATen ops."""
+def implements(*ops: OpOverload | str) -> Callable[[Handler], Handler]:
+    """Register a handler `(op, args, kwargs) -> result` for ops.
+
+    A name such as "c10d::send" stands for an op of a library that is not loaded yet, or that this
+    torch may not have.
+    """
 
     def register(handler: Handler) -> Handler:
         for op in ops:
@@ -50,7 +55,19 @@ def default(handler: Handler) -> Handler:
 
 def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out an op on arguments of which at least one is an NF4Tensor."""
-    return OPS.get(op, _default[0])(op, args, kwargs)
+    handler = OPS.get(op) or OPS.get(op._schema.name) or _default[0]
+    if torch.is_inference_mode_enabled() and is_view(op) and not args[0].is_inference():
+        # torch counts versions in a view of a normal tensor, which an inference tensor cannot have.
+        with torch.inference_mode(False):
+            return handler(op, args, kwargs)
+    return handler(op, args, kwargs)
+
+
+@cache
+def is_view(op: OpOverload) -> bool:
+    """Tell whether an op's result shares the memory of its first argument, unwritten."""
+    returns = [result.alias_info for result in op._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returns)
 
 
 def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
