@@ -84,9 +84,13 @@ def join(left: NF4Spec, right: NF4Spec) -> NF4Spec:
             "join what dequantize() returns"
         )
     left, right = with_block_size(left, block_size), with_block_size(right, block_size)
-    joined = replace(left, in_features=left.in_features + right.in_features)
-    if replace(right, in_features=joined.in_features) != joined:
+    if _segments(left) != _segments(right):
         raise SpecError(
-            f"columns of different geometry cannot be joined: {left} and {right}: dequantize() both"
+            f"columns of different geometry cannot be joined: {left} and {right}: join what "
+            "dequantize() returns"
         )
-    return joined
+    return replace(left, in_features=left.in_features + right.in_features)
+
+
+def _segments(spec: NF4Spec) -> tuple[str, int, int, str]:
+    return spec.scale_kind, spec.segment_length, spec.num_segments, spec.quant_type

@@ -23,7 +23,6 @@ from nf4tensor.format.codebook import (
 from nf4tensor.format.spec import NF4Spec
 
 _CHUNK_ELEMENTS = 1 << 20
-_MAX_SQUARE = 255.0 * 255.0
 
 
 @cache
@@ -108,12 +107,16 @@ def _square8(absmax: Tensor, spec: NF4Spec, phase: Tensor) -> tuple[Tensor, Tens
     lowest = empty.scatter_reduce(1, segment, torch.where(absmax == 0, torch.inf, absmax), "amin")
     is_nan = highest.isnan()
     base = torch.where(lowest.isinf(), 0.0, lowest)
-    step = torch.where(lowest.isinf(), 0.0, (highest - base) / _MAX_SQUARE)
-    overflows = (step * _MAX_SQUARE + base).isinf()
+    # A tensor, not a Python number: CUDA divides by a number with its reciprocal.
+    max_square = _constant((255.0 * 255.0,), torch.float32, absmax.device)
+    step = torch.where(lowest.isinf(), 0.0, (highest - base) / max_square)
+    overflows = (step * max_square + base).isinf()
     step = torch.where(overflows, step.nextafter(torch.zeros_like(step)), step)
 
     step_of_block, base_of_block = step.gather(1, segment), base.gather(1, segment)
-    root = ((absmax - base_of_block) / step_of_block).sqrt().round().clamp(0, 255)
+    square = (absmax - base_of_block) / step_of_block
+    # torch's float32 square root is an ulp off on some processors; by way of float64 it is not.
+    root = square.double().sqrt().float().round().clamp(0, 255)
     q = torch.where(positive & (step_of_block > 0), root, 0.0).to(torch.uint8)
     pairs = torch.stack([step, base], -1)
     return q, torch.where(is_nan.unsqueeze(-1), torch.nan, pairs)

@@ -1,0 +1,1 @@
+"""Bytes that other packages made, and the scripts that asked them."""
