@@ -1,7 +1,8 @@
 """The compiled library: where it is, why it cannot be used, and how it registers.
 
-Loads `_C.so` on the first question and computes nothing. Loading registers no kernel; `select.py`, the only caller,
-decides. Whatever goes wrong is kept as text for `nf4tensor env`, since the reference works without the library.
+Loads `_C.so` on the first question and computes nothing. Loading registers no kernel: `select.py`,
+the only caller, decides. Whatever goes wrong is kept as text for `nf4tensor env`, since the
+reference works without the library.
 """
 
 import ctypes
@@ -58,13 +59,14 @@ def _load() -> _Library:
     if not candidates:
         return _Library(
             None,
-            "not built: no working C++ compiler when nf4tensor was installed "
-            "(pip install -v shows the build)",
+            "not built: no working C++ compiler at install time (pip install -v shows more)",
         )
     path = candidates[0]
     try:
-        # By way of torch, which keeps it loaded and knows of it when it saves a compiled graph.
         torch.ops.load_library(path)
-        return _Library(ctypes.CDLL(str(path)), None)
-    except OSError as error:
-        return _Library(None, f"failed to load {path}: {error}")
+        library = ctypes.CDLL(str(path))
+        # Absent from a library of another version, such as one left by an older editable install.
+        library.nf4tensor_register_cpu.restype = ctypes.c_int
+    except (OSError, AttributeError) as error:
+        return _Library(None, f"failed to load {path}: {error.__cause__ or error}")
+    return _Library(library, None)

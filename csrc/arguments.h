@@ -1,0 +1,94 @@
+// The checks that every backend makes: no argument that Python can pass may crash the process or
+// write outside a tensor. Python checks the same in nf4tensor/kernels/schema.py, with better
+// classes of errors, before a graph is traced.
+#pragma once
+
+#include <vector>
+
+#include "common/record.h"
+#include "torch_shim.h"
+
+namespace nf4tensor {
+
+inline constexpr int kNumSpecArguments = 6;
+// Far above any weight, far below what overflows when sizes are multiplied.
+inline constexpr int64_t kMaxSpecInteger = int64_t{1} << 40;
+
+inline void CheckRange(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    Refuse(name, " is ", value, ", expected ", low, " to ", high);
+  }
+}
+
+// The spec in an op's arguments, from in_features to quant_type.
+inline RecordSpec CheckedSpec(const StableIValue* arguments) {
+  const auto integer = [&](int i) { return static_cast<int64_t>(arguments[i]); };
+  CheckRange("in_features", integer(0), 1, kMaxSpecInteger);
+  CheckRange("block_size", integer(1), kMinBlockSize, kMaxBlockSize);
+  CheckRange("scale_kind", integer(2), 0, static_cast<int64_t>(ScaleKind::kDynamic8));
+  CheckRange("quant_type", integer(5), 0, static_cast<int64_t>(QuantType::kFp4));
+  const RecordSpec spec{integer(0), integer(1), static_cast<ScaleKind>(integer(2)),
+                        integer(3), integer(4), static_cast<QuantType>(integer(5))};
+  if ((spec.block_size & (spec.block_size - 1)) != 0) {
+    Refuse("block_size is ", spec.block_size, ", expected a power of two");
+  }
+  const int64_t min_segments = spec.has_segments() ? 1 : 0;
+  const int64_t max_segments = spec.has_segments() ? kMaxSpecInteger : 0;
+  CheckRange("segment_length", spec.segment_length, min_segments, max_segments);
+  CheckRange("num_segments", spec.num_segments, min_segments, max_segments);
+  if (spec.has_segments() && CeilDiv(spec.num_blocks(), spec.segment_length) > spec.num_segments) {
+    Refuse(spec.num_blocks(), " blocks do not fit in ", spec.num_segments, " segments of ",
+           spec.segment_length, " blocks");
+  }
+  return spec;
+}
+
+// The leading sizes of a CPU tensor whose last size must be `last`.
+inline std::vector<int64_t> CheckedLead(const Tensor& tensor, const char* name, int64_t last) {
+  if (tensor.device_type() != aoti_torch_device_type_cpu()) Refuse(name, " is not on the CPU");
+  std::vector<int64_t> sizes = tensor.sizes();
+  if (sizes.empty()) Refuse(name, " has no dimensions, expected a last one of size ", last);
+  if (sizes.back() != last) {
+    Refuse(name, " has the last size ", sizes.back(), ", expected ", last);
+  }
+  sizes.pop_back();
+  return sizes;
+}
+
+inline void CheckSameLead(const std::vector<int64_t>& record, const std::vector<int64_t>& other,
+                          const char* name) {
+  const auto text = [](const std::vector<int64_t>& sizes) {
+    std::string joined;
+    for (const int64_t size : sizes) joined += (joined.empty() ? "" : ", ") + std::to_string(size);
+    return "[" + joined + "]";
+  };
+  if (record != other) {
+    Refuse("record has the leading sizes ", text(record), ", ", name, " has ", text(other));
+  }
+}
+
+inline void CheckRecordDtype(const Tensor& record) {
+  if (record.dtype() != aoti_torch_dtype_uint8()) {
+    Refuse("record has elements of dtype code ", record.dtype(), ", expected uint8");
+  }
+}
+
+inline void CheckFloatDtype(int32_t dtype, const char* name) {
+  if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16() &&
+      dtype != aoti_torch_dtype_float16()) {
+    Refuse(name, " has elements of dtype code ", dtype, ", expected float32, bfloat16 or float16");
+  }
+}
+
+// The bytes of a contiguous tensor. A storage can be smaller than its tensor: FSDP frees it so.
+inline uint8_t* CheckedBytes(const Tensor& tensor, const char* name) {
+  const int64_t element_bytes = tensor.element_bytes();
+  const int64_t room = tensor.storage_bytes() / element_bytes - tensor.storage_offset();
+  if (tensor.numel() > room) {
+    Refuse(name, " has ", tensor.numel() * element_bytes, " bytes, its storage only ",
+           tensor.storage_bytes(), ": it was freed");
+  }
+  return static_cast<uint8_t*>(tensor.data());
+}
+
+}  // namespace nf4tensor

@@ -1,0 +1,1 @@
+"""Tests of `nf4tensor.kernels`: bytes to numbers."""
