@@ -1,7 +1,7 @@
 """4-bit weights that shard, gather, save and train like any other tensor.
 
 `quantize_` turns the weights of a model into `NF4Tensor`s; a plain `fully_shard` then works on the
-whole model. The rooms of the package are described in CONTRIBUTING.md and in each folder's own docstring.
+whole model. CONTRIBUTING.md and each folder's own docstring describe the rooms of the package.
 """
 
 from nf4tensor.errors import NF4TensorError, NF4TensorWarning

@@ -10,6 +10,13 @@ from torch import Tensor
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import select
 from nf4tensor.kernels.reference import zero_record
+from nf4tensor.kernels.schema import (
+    check_dtype,
+    check_out,
+    check_record,
+    check_same_rows,
+    check_weight,
+)
 
 __all__ = [
     "dequantize",
@@ -30,21 +37,28 @@ def quantize(weight: Tensor, spec: NF4Spec) -> Tensor:
     Raises:
         DTypeError, ShapeError, SpecError: The weight does not fit the spec.
     """
+    check_weight(weight, spec)
     return torch.ops.nf4tensor.quantize.default(weight, *spec.op_args)
 
 
 def quantize_into(weight: Tensor, spec: NF4Spec, record: Tensor) -> None:
     """Write a weight over a record in place, keeping the phase of each row."""
+    check_weight(weight, spec)
+    check_record(record, spec)
+    check_same_rows(record, weight, "weight")
     torch.ops.nf4tensor.quantize_into.default(weight, *spec.op_args, record)
 
 
 def dequantize(record: Tensor, spec: NF4Spec, dtype: torch.dtype) -> Tensor:
     """Decode a record `[*lead, pitch]` to a weight `[*lead, in_features]` of a dtype."""
+    check_record(record, spec)
+    check_dtype(dtype, "dtype")
     return torch.ops.nf4tensor.dequantize.default(record, *spec.op_args, dtype)
 
 
 def dequantize_into(record: Tensor, spec: NF4Spec, out: Tensor) -> Tensor:
     """Decode a record into `out` `[*lead, in_features]`, in its dtype, and return it."""
+    check_out(record, spec, out)
     torch.ops.nf4tensor.dequantize_into.default(record, *spec.op_args, out)
     return out
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from nf4tensor.errors import UnsupportedError, WeightError
+from nf4tensor.errors import NF4TensorError, UnsupportedError
 from nf4tensor.tensor import NF4Tensor, to_nf4
 
 logger = logging.getLogger("nf4tensor")
@@ -35,9 +35,9 @@ def quantize_(
 
     Args:
         model: Any module, not sharded yet: `fully_shard` comes after.
-        filter_fn: `(module, name) -> bool`: whose weights to quantize. By default those of every
-            `nn.Linear`, and of modules with "expert" in their class name that hold 3-D floating
-            weights.
+        filter_fn: `(module, name) -> bool`: whose floating parameters of two or more dimensions,
+            biases excepted, to quantize. By default the weight of every `nn.Linear`, and the 3-D
+            ones of modules with "expert" in their class name.
         skip: Last components of module names to leave alone.
         freeze_base: Freeze every other parameter too, so that only adapters added later train.
         progress: Show a progress bar.
@@ -49,21 +49,21 @@ def quantize_(
 
     Raises:
         UnsupportedError: A weight is sharded already.
-        WeightError: A weight has NaN or infinite elements; the message names it.
+        NF4TensorError: `to_nf4` refused a weight; the class is its own, and the message names it.
     """
     chosen, others = [], set()
     for slot in _slots(model):
         module, key, name = slot
-        if _is_chosen(module, key, name, filter_fn or _is_linear_or_experts, skip):
+        if _is_chosen(slot, filter_fn, [skip] if isinstance(skip, str) else skip):
             chosen.append(slot)
         else:
             others.add(id(module._parameters[key]))
     left = []
     for slots in tqdm(_by_parameter(chosen), "quantize", disable=not progress, unit="weight"):
         module, key, name = slots[0]
-        quantized = None
-        if id(module._parameters[key]) not in others:
-            quantized = _quantize_parameter(module._parameters[key], name, to_nf4_options)
+        weight, quantized = module._parameters[key], None
+        if id(weight) not in others:
+            quantized = _quantize_parameter(weight, name, to_nf4_options)
         if quantized is None:
             left.append(name)
             continue
@@ -85,8 +85,17 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
 
     Returns:
         The model. The dense weights stay frozen.
+
+    Raises:
+        UnsupportedError: A 4-bit weight is sharded.
     """
-    slots = [s for s in _slots(model) if isinstance(s[0]._parameters[s[1]], NF4Tensor)]
+    slots = []
+    for module, key, name in _slots(model):
+        weight = module._parameters[key]
+        if isinstance(getattr(weight, "_local_tensor", None), NF4Tensor):
+            raise UnsupportedError(f"{name} is sharded: call dequantize_ on a model that is not")
+        if isinstance(weight, NF4Tensor):
+            slots.append((module, key, name))
     for group in _by_parameter(slots):
         module, key, _ = group[0]
         dense = nn.Parameter(
@@ -127,34 +136,37 @@ def _by_parameter(slots: Sequence[Slot]) -> list[list[Slot]]:
     return list(groups.values())
 
 
-def _is_chosen(
-    module: nn.Module, key: str, name: str, filter_fn: ModuleFilter, skip: Sequence[str]
-) -> bool:
+def _is_chosen(slot: Slot, filter_fn: ModuleFilter | None, skip: Sequence[str]) -> bool:
+    module, key, name = slot
     weight = module._parameters[key]
     module_name = name.rpartition(".")[0]
     if isinstance(weight, NF4Tensor) or weight.dim() < 2 or not weight.is_floating_point():
         return False
-    return module_name.rpartition(".")[2] not in skip and filter_fn(module, module_name)
-
-
-def _is_linear_or_experts(module: nn.Module, name: str) -> bool:
+    if module_name.rpartition(".")[2] in skip:
+        return False
+    if filter_fn is not None:
+        return "bias" not in key and bool(filter_fn(module, module_name))
     if isinstance(module, nn.Linear):
-        return True
-    has_stack = any(p is not None and p.dim() == 3 for p in module._parameters.values())
-    return has_stack and "expert" in type(module).__name__.lower()
+        return key == "weight"  # not adapters that a subclass holds beside it
+    # Biases of experts have two dimensions.
+    return weight.dim() == 3 and "expert" in type(module).__name__.lower()
 
 
 def _quantize_parameter(
     weight: nn.Parameter, name: str, to_nf4_options: dict[str, Any]
 ) -> nn.Parameter | None:
     """Return the 4-bit parameter, or None where it would not be smaller than bfloat16."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(weight, distributed.DTensor):
+    if _is_sharded(weight):
         raise UnsupportedError(f"{name} is sharded already: call quantize_ first, then fully_shard")
     try:
         quantized = to_nf4(weight, **to_nf4_options)
-    except WeightError as error:
-        raise WeightError(f"{name}: {error}") from error
+    except NF4TensorError as error:
+        raise type(error)(f"{name}: {error}") from error
     if quantized.nbytes >= _BFLOAT16_BYTES * weight.numel():
         return None
     return nn.Parameter(quantized, requires_grad=False)
+
+
+def _is_sharded(weight: nn.Parameter) -> bool:
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(weight, distributed.DTensor)

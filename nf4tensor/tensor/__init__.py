@@ -4,8 +4,36 @@
 operations, registered on import. Numbers come from `kernels/ops.py` only.
 """
 
-from nf4tensor.tensor import collectives, columns, create, fallback, linear, rows
+from nf4tensor.tensor import (
+    collectives,
+    columns,
+    copies,
+    create,
+    einsum,
+    fallback,
+    gradient,
+    linear,
+    memory,
+    rows,
+    views,
+    writes,
+)
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 from nf4tensor.tensor.quantize import to_nf4
 
-__all__ = ["NF4Tensor", "collectives", "columns", "create", "fallback", "linear", "rows", "to_nf4"]
+__all__ = [
+    "NF4Tensor",
+    "collectives",
+    "columns",
+    "copies",
+    "create",
+    "einsum",
+    "fallback",
+    "gradient",
+    "linear",
+    "memory",
+    "rows",
+    "to_nf4",
+    "views",
+    "writes",
+]

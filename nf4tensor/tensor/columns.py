@@ -12,6 +12,7 @@ from torch import Tensor
 from nf4tensor.errors import SpecError
 from nf4tensor.format import layout
 from nf4tensor.format.spec import NF4Spec
+from nf4tensor.kernels import ops
 from nf4tensor.tensor import all_gather, fallback
 from nf4tensor.tensor.dispatch import bind
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
@@ -54,22 +55,31 @@ def _cut_or_decode(tensor: NF4Tensor, start: int, stop: int) -> Tensor:
         )
         result.is_cut = True
         return result
-    fallback.warn_decoded(f"a cut of columns {start} to {stop}")
-    return tensor.dequantize()[..., start:stop]
+    fallback.warn_decoded("a cut of columns that is not on multiples of 16", is_view=True)
+    return tensor.decode()[..., start:stop]
 
 
-def cat(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def cat(tensors: list[NF4Tensor]) -> NF4Tensor:
     """Join columns left to right.
 
     Raises:
         SpecError: The geometries or the segments' pairs do not fit each other.
     """
-    joined, *rest = bind(op, args, kwargs)["tensors"]
+    joined, *rest = tensors
     for right in rest:
-        spec = layout.join(joined.spec, right.spec)
+        spec = _join_specs(joined.spec, right.spec)
         record = _join_records(joined, right, spec)
         joined = NF4Tensor(record, spec, joined.dtype)
     return joined
+
+
+def _join_specs(left: NF4Spec, right: NF4Spec) -> NF4Spec:
+    try:
+        return layout.join(left, right)
+    except SpecError as error:
+        raise SpecError(f"columns cannot be joined; join what dequantize() returns: {error}") from (
+            error
+        )
 
 
 def _cut_record(record: Tensor, spec: NF4Spec, cut: layout.Cut, start: int) -> Tensor:
@@ -113,7 +123,7 @@ def _join_segments(
 ) -> None:
     left_phase, right_phase = _phase(left, left_spec), _phase(right, right_spec)
     left_pairs, right_pairs = _pairs(left, left_spec), _pairs(right, right_spec)
-    left_is_zero, right_is_zero = (left_pairs == 0).all(-1), (right_pairs == 0).all(-1)
+    left_is_zero, right_is_zero = _is_zero_row(left, left_spec), _is_zero_row(right, right_spec)
     expected_phase = right_phase - left_spec.num_blocks
     fits = (left_pairs == right_pairs).all(-1) & (left_phase == expected_phase)
     fits |= right_is_zero | (left_is_zero & (expected_phase >= 0))
@@ -123,12 +133,21 @@ def _join_segments(
     if not fits.all():
         raise SpecError(
             f"{int((~fits).sum())} of {fits.numel()} rows cannot be joined: the right columns do "
-            "not follow the left "
-            "ones in the weight they were cut from; join what dequantize() returns"
+            "not follow the left ones in the weight they were cut from; join what dequantize() "
+            "returns"
         )
     _write_phase(new, spec, phase)
     is_zero = (left_is_zero & ~right_is_zero).unsqueeze(-1)
     _pairs(new, spec).copy_(torch.where(is_zero, right_pairs, left_pairs))
+
+
+def _is_zero_row(record: Tensor, spec: NF4Spec) -> Tensor:
+    """Tell which rows are zero rows, or cuts of one, whose phase may be any (clause 9.4)."""
+    codes = record[..., : spec.codes_bytes] ^ ops.zero_record((), spec, record.device)[0]
+    if spec.in_features % 2:
+        codes[..., -1] &= 0xF0
+    scales = _scales(record, spec).flatten(-2)
+    return (torch.cat([codes, scales, _pairs(record, spec)], -1) == 0).all(-1)
 
 
 # The parts of a record as views; pairs stay bytes, since they are only moved and compared.

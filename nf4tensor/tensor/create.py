@@ -7,12 +7,14 @@ rows of this spec becomes a dense tensor, without decoding anything.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nf4tensor.kernels import ops
 from nf4tensor.kernels.schema import WEIGHT_DTYPES
 from nf4tensor.tensor import fallback
-from nf4tensor.tensor.dispatch import bind, implements
+from nf4tensor.tensor.dispatch import bind, implements, overrides
+from nf4tensor.tensor.nf4_tensor import NewRows, NF4Tensor
 
 aten = torch.ops.aten
 
@@ -41,7 +43,8 @@ implements(*_LIKE)(like_dense)
 def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Make rows of the same spec where the size has such rows, else a dense tensor.
 
-    `new_zeros` writes zero rows, which decode to +0.0, and remembers that it made them.
+    They are zero rows, also where any bytes would do: a float write keeps the phase of a row, so
+    there must be one. What `new_zeros` made is remembered: FSDP2 pads with it.
     """
     tensor = args[0]
     size = list(tensor.shape) if op is aten.empty_like.default else list(args[1])
@@ -54,11 +57,22 @@ def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return like_dense(op, args, kwargs)
     lead = (0,) if is_empty_chunk else tuple(size[:-1])
     view = "flat" if is_empty_chunk else "rows"
+    record = ops.zero_record(lead, tensor.spec, device)
+    if kwargs.get("pin_memory"):
+        record = record.pin_memory()
+    made = tensor.with_record(record, dtype=dtype, view=view)
     if op is aten.new_zeros.default:
-        record = ops.zero_record(lead, tensor.spec, device)
-        return tensor.with_record(record, dtype=dtype, view=view, padded=record)
-    record = torch.empty(*lead, tensor.spec.pitch, dtype=torch.uint8, device=device)
-    return tensor.with_record(record, dtype=dtype, view=view)
+        made.padded, made.new_rows = record, NewRows()
+    return made
+
+
+@overrides(F.pad)
+def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
+    """Decode for modes that torch fills column by column into what `new_empty` made."""
+    if mode == "constant" or not isinstance(input, NF4Tensor):
+        return NotImplemented
+    fallback.warn_decoded(f"{mode} padding")
+    return F.pad(input.dequantize(), pad, mode, value)
 
 
 @implements(aten.constant_pad_nd.default)
@@ -66,9 +80,12 @@ def pad(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Add zero rows in front of or behind leading dimensions."""
     bound = bind(op, args, kwargs)
     tensor, padding = bound["self"], list(bound["pad"])
-    if tensor.view_kind != "rows" or any(padding[:2]) or bound["value"] != 0 or min(padding) < 0:
+    missing = 2 * tensor.dim() - len(padding)
+    if tensor.view_kind != "rows" or any(padding[:2]) or bound["value"] != 0 or missing < 0:
         return fallback.decode(op, args, kwargs)
-    padding += [0] * (2 * tensor.dim() - len(padding))
+    if min(padding, default=0) < 0:
+        return fallback.decode(op, args, kwargs)
+    padding += [0] * missing
     before, after = padding[::2][::-1][:-1], padding[1::2][::-1][:-1]
     lead = tensor.record.shape[:-1]
     padded = ops.zero_record(

@@ -2,7 +2,7 @@
 
 Every form ends in one of two ops: `input @ W.T + bias` and `input @ W`, each the other's gradient.
 W is decoded to the input's dtype inside the op, so that autograd keeps the record and never a dense
-weight.
+weight. `einsum.py` brings its equations here.
 """
 
 from typing import Any
@@ -10,39 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from nf4tensor.errors import GradientError
+from nf4tensor.errors import DTypeError, UnsupportedError
 from nf4tensor.kernels import ops
-from nf4tensor.tensor import fallback
+from nf4tensor.kernels.schema import WEIGHT_DTYPES
+from nf4tensor.tensor import fallback, gradient
 from nf4tensor.tensor.dispatch import implements, overrides
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
 aten = torch.ops.aten
-
-
-def _refuse_gradient(*_: Any) -> None:
-    """Stop a backward pass that reached a 4-bit weight.
-
-    Raises:
-        GradientError: Always.
-    """
-    raise GradientError(
-        "a backward pass reached an NF4Tensor: 4-bit weights are frozen and cannot be trained; "
-        "call "
-        "weight.requires_grad_(False) and train adapters beside it"
-    )
-
-
-class _RefuseWeightGradient(torch.autograd.Function):
-    """Pass the output on, and raise when a backward pass would have to train the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, weight: Tensor) -> Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _refuse_gradient()
 
 
 def linear_nf4(input: Tensor, weight: NF4Tensor, bias: Tensor | None = None) -> Tensor:
@@ -65,140 +42,157 @@ def linear_nf4(input: Tensor, weight: NF4Tensor, bias: Tensor | None = None) -> 
     return F.linear(input, weight, bias)
 
 
+def is_weight(tensor: Any) -> bool:
+    """Tell whether a factor is one that the ops can multiply with."""
+    return isinstance(tensor, NF4Tensor) and tensor.view_kind != "flat" and tensor.dim() >= 2
+
+
+def multiply(
+    input: Tensor, weight: NF4Tensor, *, transposed: bool, bias: Tensor | None = None
+) -> Tensor:
+    """Return `input @ weight`, or `input @ weight.mT`, plus bias, as autocast would."""
+    input = autocast(input)
+    bias = bias if bias is None else autocast(bias)
+    if bias is not None and bias.dtype != input.dtype:
+        raise DTypeError(f"bias is {bias.dtype}, expected the input's {input.dtype}: cast it first")
+    if _is_transformed():
+        fallback.warn_decoded("a product under torch.func or forward-mode differentiation")
+        dense = weight.decode(input.dtype)
+        output = input @ (dense.mT if transposed else dense)
+    elif transposed == (weight.view_kind == "rows"):
+        return gradient.guard(ops.linear(input, weight.record, weight.spec, bias), weight)
+    else:
+        output = ops.matmul(input, weight.record, weight.spec)
+    return gradient.guard(output if bias is None else output + bias, weight)
+
+
+def _is_transformed() -> bool:
+    # The gradients of torch.library's ops do not take part in these transforms: torch.func.jvp
+    # would return zeros. Remove when torch.library.register_autograd supports them.
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def autocast(tensor: Tensor) -> Tensor:
+    """Cast as autocast would: `__torch_function__` runs above it."""
+    device = tensor.device.type
+    if (
+        tensor.dtype in WEIGHT_DTYPES
+        and torch.amp.is_autocast_available(device)
+        and torch.is_autocast_enabled(device)
+    ):
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+
 @overrides(F.linear)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not _is_weight(weight) or weight.dim() != 2 or isinstance(input, NF4Tensor):
+    if not is_weight(weight) or weight.dim() != 2 or isinstance(input, NF4Tensor):
         return NotImplemented
-    input, bias = _autocast(input, weight), bias if bias is None else _autocast(bias, weight)
-    return _finish(_times_weight(input, weight.mT, bias), weight)
+    return multiply(input, weight, transposed=True, bias=bias)
 
 
-@overrides(
-    torch.matmul,
-    torch.Tensor.matmul,
-    torch.Tensor.__matmul__,
-    torch.mm,
-    torch.Tensor.mm,
-    torch.bmm,
-    torch.Tensor.bmm,
-    torch.mv,
-    torch.Tensor.mv,
-)
+@overrides(torch.matmul, torch.Tensor.matmul)
 def _matmul(input: Tensor, other: Tensor | None = None, **kwargs: Any) -> Tensor:
-    other = _other(other, kwargs)
-    if other is None or kwargs:
+    """Multiply where one factor is a 4-bit weight; decline what is better decoded."""
+    other = kwargs.pop("other", other)
+    if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return NotImplemented
-    return _product(input, other)
+    if is_weight(other) and not isinstance(input, NF4Tensor):
+        if input.dim() == 0 or input.shape[-1] != other.shape[-2]:
+            return NotImplemented  # torch's own error
+        return multiply(input, other, transposed=False)
+    if is_weight(input) and not isinstance(other, NF4Tensor):
+        if other.dim() == 0 or other.shape[0 if other.dim() == 1 else -2] != input.shape[-1]:
+            return NotImplemented
+        if other.dim() == 1:
+            return multiply(other, input, transposed=True)
+        return multiply(other.mT, input, transposed=True).mT.contiguous()
+    return NotImplemented
+
+
+@overrides(torch.Tensor.__matmul__)
+def _at(input: Tensor, other: Tensor) -> Tensor:
+    """Multiply with `@`, which turns a TypeError into "unsupported operand"."""
+    for factor in (input, other):
+        if isinstance(factor, Tensor) and factor.dtype not in WEIGHT_DTYPES:
+            raise UnsupportedError(
+                f"cannot multiply a {factor.dtype} tensor with an NF4Tensor, expected float32, "
+                "bfloat16 or float16: cast it first, for example with .to(torch.float32)"
+            )
+    return _matmul(input, other)
 
 
 @overrides(torch.Tensor.__rmatmul__)
 def _rmatmul(other: Tensor, input: Tensor) -> Tensor:
-    return _product(input, other)
+    return _at(input, other)
+
+
+@overrides(torch.mm, torch.Tensor.mm)
+def _mm(input: Tensor, mat2: Tensor | None = None, **kwargs: Any) -> Tensor:
+    mat2 = kwargs.pop("mat2", mat2)
+    return _matmul(input, mat2, **kwargs) if _have_dims(2, input, 2, mat2) else NotImplemented
+
+
+@overrides(torch.bmm, torch.Tensor.bmm)
+def _bmm(input: Tensor, mat2: Tensor | None = None, **kwargs: Any) -> Tensor:
+    mat2 = kwargs.pop("mat2", mat2)
+    if not _have_dims(3, input, 3, mat2) or input.shape[0] != mat2.shape[0]:
+        return NotImplemented
+    return _matmul(input, mat2, **kwargs)
+
+
+@overrides(torch.mv, torch.Tensor.mv)
+def _mv(input: Tensor, vec: Tensor | None = None, **kwargs: Any) -> Tensor:
+    vec = kwargs.pop("vec", vec)
+    return _matmul(input, vec, **kwargs) if _have_dims(2, input, 1, vec) else NotImplemented
+
+
+def _have_dims(num_dims: int, input: Any, num_other_dims: int, other: Any) -> bool:
+    """Tell whether the factors are what a function takes that, unlike matmul, never broadcasts."""
+    are_tensors = isinstance(input, Tensor) and isinstance(other, Tensor)
+    return are_tensors and input.dim() == num_dims and other.dim() == num_other_dims
 
 
 @overrides(torch.addmm, torch.Tensor.addmm)
 def _addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
 ) -> Tensor:
-    if out is not None or isinstance(input, NF4Tensor):
+    if out is not None or isinstance(input, NF4Tensor) or not _have_dims(2, mat1, 2, mat2):
         return NotImplemented
-    product = _product(mat1, mat2)
-    return product if product is NotImplemented else _add(input, product, beta, alpha)
-
-
-def _other(other: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
-    """Take the second factor from whichever keyword torch's own function calls it by."""
-    for name in ("other", "mat2", "vec"):
-        other = kwargs.pop(name, other)
-    return other
-
-
-def _add(input: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
+    if is_weight(mat2) and mat2.view_kind == "transposed" and beta == alpha == 1:
+        fits = mat1.shape[-1] == mat2.shape[-2] and input.shape == mat2.shape[-1:]
+        if fits and not isinstance(mat1, NF4Tensor):  # the bias of a linear
+            return multiply(mat1, mat2, transposed=False, bias=input)
+    product = _matmul(mat1, mat2)
+    if product is NotImplemented:
+        return NotImplemented
     product = product if alpha == 1 else product * alpha
     if beta == 0:
         return product
-    return (input if beta == 1 else input * beta).to(product.dtype) + product
-
-
-def _product(input: Tensor, other: Tensor) -> Tensor:
-    """Multiply where one factor is a 4-bit weight; decline what is better decoded."""
-    if _is_weight(other) and not isinstance(input, NF4Tensor):
-        weight = other
-        if input.dim() == 0 or input.shape[-1] != weight.shape[-2]:
-            return NotImplemented  # torch's own error
-        output = _times_weight(_autocast(input, weight), weight)
-    elif _is_weight(input) and not isinstance(other, NF4Tensor):
-        weight = input
-        if other.dim() == 0 or other.shape[0 if other.dim() == 1 else -2] != weight.shape[-1]:
-            return NotImplemented
-        other = _autocast(other, weight)
-        if other.dim() == 1:
-            output = _times_weight(other, weight.mT)
-        else:
-            output = _times_weight(other.mT, weight.mT).mT
-    else:
-        return NotImplemented
-    return _finish(output, weight)
-
-
-def _times_weight(input: Tensor, weight: NF4Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `input @ weight` for a weight in either view."""
-    if weight.view_kind == "transposed":
-        return ops.linear(input, weight.record, weight.spec, bias)
-    assert bias is None
-    return ops.matmul(input, weight.record, weight.spec)
-
-
-def _is_weight(tensor: Any) -> bool:
-    return isinstance(tensor, NF4Tensor) and tensor.view_kind != "flat" and tensor.dim() >= 2
-
-
-def _autocast(tensor: Tensor, weight: Tensor) -> Tensor:
-    """Cast as autocast would: `__torch_function__` runs above it."""
-    device = weight.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return tensor.to(torch.get_autocast_dtype(device))
-    return tensor
-
-
-def _finish(output: Tensor, weight: NF4Tensor) -> Tensor:
-    if weight.requires_grad and torch.is_grad_enabled():
-        return _RefuseWeightGradient.apply(output, weight)
-    return output
+    input = autocast(input).expand(product.shape)
+    if input.dtype != product.dtype:
+        raise DTypeError(f"input is {input.dtype}, expected the product's {product.dtype}: cast it")
+    return (input if beta == 1 else input * beta) + product
 
 
 # The same products where they arrive below autograd: from C++, from DTensor, and in inference mode.
 
+_PRODUCTS = {
+    aten.linear.default: _linear,
+    aten.addmm.default: _addmm,
+    aten.matmul.default: _matmul,
+    aten.mm.default: _mm,
+    aten.bmm.default: _bmm,
+    aten.mv.default: _mv,
+}
 
-@implements(
-    aten.mm.default,
-    aten.bmm.default,
-    aten.mv.default,
-    aten.matmul.default,
-    aten.linear.default,
-    aten.addmm.default,
-)
+
+@implements(*_PRODUCTS)
 def product_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Multiply without decoding outside the kernel."""
-    if op is aten.linear.default:
-        result = _linear(*args, **kwargs)
-    elif op is aten.addmm.default:
-        result = _addmm(*args, **kwargs)
-    else:
-        result = _product(*args)
+    result = _PRODUCTS[op](*args, **kwargs)
     return fallback.decode(op, args, kwargs) if result is NotImplemented else result
-
-
-@overrides(torch.Tensor.requires_grad_)
-def _requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
-    """Accept the flag, as loaders set it, and raise when a gradient arrives."""
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor.requires_grad_(requires_grad)
-        if requires_grad and isinstance(tensor, NF4Tensor) and not tensor._backward_hooks:
-            tensor.register_hook(_refuse_gradient)
-    return tensor
-
-
-@overrides(torch.Tensor.requires_grad.__set__)
-def _set_requires_grad(tensor: Tensor, requires_grad: bool) -> None:
-    _requires_grad_(tensor, requires_grad)

@@ -4,8 +4,7 @@ The class holds a record, a spec and a way of looking at them; every operation l
 beside this file. `to_nf4` (`quantize.py`) is the way in, `NF4Tensor.dequantize` the way out.
 """
 
-from contextlib import nullcontext
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -14,11 +13,18 @@ from torch import Tensor
 from nf4tensor.errors import DTypeError, ShapeError
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import ops
-from nf4tensor.kernels.schema import check_dtype, check_out
-from nf4tensor.tensor import all_gather
+from nf4tensor.kernels.schema import WEIGHT_DTYPES, check_dtype, check_out
+from nf4tensor.tensor import all_gather, gradient
 from nf4tensor.tensor.dispatch import FUNCTIONS, call
 
 VIEWS = ("rows", "transposed", "flat")
+
+
+@dataclass
+class NewRows:
+    """Shared by every view of what `new_zeros` made, until rows are copied into one of them."""
+
+    is_filled: bool = False
 
 
 class NF4Tensor(torch.Tensor):
@@ -33,8 +39,8 @@ class NF4Tensor(torch.Tensor):
             is no property of the bytes.
         view: "rows"; "transposed", of size `[*, in_features, out_features]`; or "flat", of size
             `[numel]`.
-        padded: The record of which `record` is the first rows, where FSDP2 padded a shard; else
-            None.
+        padded: The record of which `record` is the first rows, where FSDP2 padded a shard; `record`
+            itself in what FSDP2 pads one with; else None.
     """
 
     record: Tensor
@@ -42,6 +48,7 @@ class NF4Tensor(torch.Tensor):
     view_kind: str
     padded: Tensor | None
     is_cut: bool  # a copied column slice, which nobody would see changed
+    new_rows: NewRows | None
 
     @staticmethod
     def __new__(
@@ -66,11 +73,12 @@ class NF4Tensor(torch.Tensor):
             for rows in record.shape[:-1]:
                 num_elements *= rows
             size, stride = (num_elements,), (1,)
-        # In inference mode a view of a normal tensor must be a normal tensor, as its record is.
-        with torch.inference_mode(False) if _is_normal_in_inference(record) else nullcontext():
-            return torch.Tensor._make_wrapper_subclass(
-                cls, size, strides=stride, dtype=dtype, device=record.device
-            )
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=stride, dtype=dtype, device=record.device
+        )
+        # No memory has the decoded size: without this, C++ that asks for it reads address 0.
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        return tensor
 
     def __init__(
         self,
@@ -86,6 +94,7 @@ class NF4Tensor(torch.Tensor):
         self.view_kind = view
         self.padded = padded
         self.is_cut = False
+        self.new_rows = None
 
     def with_record(
         self,
@@ -99,7 +108,8 @@ class NF4Tensor(torch.Tensor):
         tensor = NF4Tensor(
             record, self.spec, dtype or self.dtype, view=view or self.view_kind, padded=padded
         )
-        tensor.is_cut = self.is_cut and _same_storage(record, self.record)
+        if (self.is_cut or self.new_rows) and _same_storage(record, self.record):
+            tensor.is_cut, tensor.new_rows = self.is_cut, self.new_rows
         return tensor
 
     def dequantize(self, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -120,7 +130,11 @@ class NF4Tensor(torch.Tensor):
             return self._dequantize_into(dtype, out)
         dtype = dtype or self.dtype
         check_dtype(dtype, "dtype")
-        weight = ops.dequantize(self.record, self.spec, dtype)
+        return gradient.guard(self.decode(dtype), self)
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Do what `dequantize` does, for handlers of operations, which run below autograd."""
+        weight = ops.dequantize(self.record, self.spec, dtype or self.dtype)
         if self.view_kind == "transposed":
             return weight.mT
         return weight.view(-1) if self.view_kind == "flat" else weight
@@ -158,20 +172,16 @@ class NF4Tensor(torch.Tensor):
         if value.device != self.device or value.shape != self.shape:
             raise ShapeError(
                 f"cannot assign data of shape {tuple(value.shape)} on {value.device} to an "
-                "NF4Tensor of shape "
-                f"{tuple(self.shape)} on {self.device}: replace the parameter instead"
+                f"NF4Tensor of shape {tuple(self.shape)} on {self.device}: replace the parameter "
+                "instead"
+            )
+        if value.dtype not in WEIGHT_DTYPES:
+            raise DTypeError(
+                f"cannot assign {value.dtype} data to an NF4Tensor, expected float32, bfloat16 or "
+                "float16: cast it, or call dequantize_(model) before model.to(dtype)"
             )
         with torch.no_grad():
             self.copy_(value)
-
-    def share_memory_(self) -> "NF4Tensor":
-        """Move the record to shared memory, as `torch.Tensor.share_memory_` does."""
-        self.record.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Tell whether the record is in shared memory."""
-        return self.record.is_shared()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         view = "" if self.view_kind == "rows" else f", view={self.view_kind}"
@@ -183,17 +193,18 @@ class NF4Tensor(torch.Tensor):
 
     # Copies and files
 
+    def __copy__(self) -> "NF4Tensor":
+        return _as_parameter(self.detach(), hasattr(self, "_is_param"), self.requires_grad)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "NF4Tensor":
-        if id(self) in memo:
-            return memo[id(self)]
-        with torch.no_grad():
-            copy = self.with_record(self.record.clone())
-        copy = _as_parameter(copy, hasattr(self, "_is_param"), self.requires_grad)
-        memo[id(self)] = copy
-        return copy
+        if id(self) not in memo:
+            copy = self.detach().clone()
+            is_parameter = hasattr(self, "_is_param")
+            memo[id(self)] = _as_parameter(copy, is_parameter, self.requires_grad)
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        record = _materialize(self.record).detach()
+        record = self.record.detach()
         if record.untyped_storage().nbytes() != record.nbytes:
             record = record.clone()  # a file of a shard holds the shard, not the storage around it
         state = (astuple(self.spec), record, self.dtype, self.view_kind)
@@ -260,17 +271,8 @@ class NF4Tensor(torch.Tensor):
         return call(func, args, kwargs or {})
 
 
-def _is_normal_in_inference(record: Tensor) -> bool:
-    return torch.is_inference_mode_enabled() and not record.is_inference()
-
-
 def _same_storage(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage()._cdata == second.untyped_storage()._cdata
-
-
-def _materialize(tensor: Tensor) -> Tensor:
-    """Wait for a tensor that a collective may still be filling."""
-    return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
 
 def _as_parameter(tensor: NF4Tensor, is_parameter: bool, requires_grad: bool) -> NF4Tensor:

@@ -5,6 +5,7 @@ The way in for users (`to_nf4`) and for the families that write into existing re
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from nf4tensor.errors import ShapeError, UnsupportedError, WeightError
 from nf4tensor.format.spec import NF4Spec
@@ -53,7 +54,8 @@ def to_nf4(
             f"tensor has shape {tuple(tensor.shape)}, expected at least one dimension and one "
             "column"
         )
-    scale_block_size = scaler_block_size or scale_block_size
+    if scaler_block_size is not None:
+        scale_block_size = scaler_block_size
     spec = NF4Spec.for_weight(tensor.shape[-1], block_size, scale_block_size, quant_type)
     tensor = tensor.detach()
     check_finite(tensor)
@@ -66,7 +68,7 @@ def check_finite(tensor: Tensor) -> None:
     Raises:
         WeightError: There are some; the message has their number and the first place.
     """
-    if tensor.numel() == 0 or tensor.is_meta or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tensor.numel() == 0 or tensor.is_meta or is_fake(tensor):
         return
     lowest, highest = tensor.aminmax()  # both are NaN where one element is
     if torch.stack([lowest, highest]).isfinite().all():
@@ -75,8 +77,6 @@ def check_finite(tensor: Tensor) -> None:
     first = tuple(places[0].tolist())
     raise WeightError(
         f"the weight of shape {tuple(tensor.shape)} has {len(places)} NaN or infinite elements, "
-        "the first at "
-        f"{first}: {tensor[first].item()}: 4-bit blocks cannot hold them; fix the checkpoint, or "
-        "use "
-        "torch.nan_to_num(weight) if zeros there are right"
+        f"the first at {first}: {tensor[first].item()}: 4-bit blocks cannot hold them; fix the "
+        "checkpoint, or use torch.nan_to_num(weight) if zeros there are right"
     )

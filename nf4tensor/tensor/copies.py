@@ -1,0 +1,57 @@
+"""Copies and moves: the same copy of the record, byte for byte.
+
+A shard that FSDP2 padded keeps its padding on the way. The logical dtype changes without touching
+a byte.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nf4tensor.kernels.schema import WEIGHT_DTYPES
+from nf4tensor.tensor import fallback
+from nf4tensor.tensor.dispatch import implements
+from nf4tensor.tensor.nf4_tensor import NF4Tensor
+
+aten = torch.ops.aten
+
+
+def _copy(
+    tensor: NF4Tensor, copy: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+) -> NF4Tensor:
+    """Copy or move the record, with the padding behind it."""
+    if tensor.padded is None:
+        return tensor.with_record(copy(tensor.record), dtype=dtype)
+    padded = copy(tensor.padded)
+    is_padding = tensor.padded is tensor.record
+    record = padded if is_padding else padded[: tensor.record.shape[0]]
+    return tensor.with_record(record, dtype=dtype, padded=padded)
+
+
+@implements(aten.clone.default, aten._pin_memory.default)
+def clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Copy the record; only a transposed view that must become contiguous is decoded."""
+    tensor = args[0]
+    memory_format = kwargs.get("memory_format")
+    if tensor.view_kind == "transposed" and memory_format == torch.contiguous_format:
+        return fallback.decode(op, args, kwargs)
+    return _copy(tensor, lambda record: op(record, *args[1:], **kwargs))
+
+
+@implements(aten._to_copy.default)
+def to_copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Move the record; float dtypes change the logical dtype and no byte, others decode."""
+    tensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if dtype not in WEIGHT_DTYPES:
+        return fallback.decode(op, args, kwargs)
+    moving = {k: v for k, v in kwargs.items() if k not in ("dtype", "memory_format")}
+    return _copy(tensor, lambda record: op(record, **moving), dtype)
+
+
+@implements(aten.is_pinned.default, aten.record_stream.default)
+def ask_record(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pass a question about memory on to the record."""
+    return op(args[0].record, *args[1:], **kwargs)

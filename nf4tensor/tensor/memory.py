@@ -1,0 +1,65 @@
+"""Questions about memory, and ways out of torch: answered by the record or by decoded values.
+
+They never reach ATen, where a tensor without memory of its own is an error or a crash, so they are
+replaced as Python functions.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nf4tensor.errors import UnsupportedError
+from nf4tensor.tensor import fallback
+from nf4tensor.tensor.dispatch import overrides
+from nf4tensor.tensor.nf4_tensor import NF4Tensor
+
+
+@overrides(torch.Tensor.data_ptr)
+def _data_ptr(tensor: NF4Tensor) -> int:
+    """Return the address of the record, which tells tensors that share memory from others."""
+    return tensor.record.data_ptr()
+
+
+@overrides(torch.Tensor.share_memory_)
+def _share_memory_(tensor: NF4Tensor) -> NF4Tensor:
+    """Move the record to shared memory."""
+    tensor.record.share_memory_()
+    return tensor
+
+
+@overrides(torch.Tensor.is_shared)
+def _is_shared(tensor: NF4Tensor) -> bool:
+    """Tell whether the record is in shared memory."""
+    return tensor.record.is_shared()
+
+
+@overrides(torch.Tensor.storage, torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_)
+def _no_elements(*args: Any, **kwargs: Any) -> Any:
+    """Refuse what works on elements in memory.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        "an NF4Tensor has no memory of floats (storage, apply_, map_): use dequantize(), or its "
+        "record for the bytes"
+    )
+
+
+def _leaves_torch(function: Any) -> None:
+    """Let a function that hands values to other libraries hand over decoded ones."""
+
+    @overrides(function)
+    def of_decoded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        fallback.warn_decoded(function.__name__)
+        return function(tensor.dequantize(), *args, **kwargs)
+
+
+for _function in (
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+):
+    _leaves_torch(_function)
