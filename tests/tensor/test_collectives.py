@@ -8,6 +8,8 @@ from torch.distributed._functional_collectives import (
     all_reduce,
     broadcast,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nf4tensor import NF4Tensor
@@ -149,3 +151,22 @@ def coalesced(rank, world_size):
 
 def test_what_distributed_data_parallel_broadcasts_keeps_its_bytes(ranks: Ranks):
     ranks.run(coalesced)
+
+
+def distributed(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    q = make(33, 384)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for source in (0, None):
+            placed = distribute_tensor(q.clone(), mesh, [placement], src_data_rank=source)
+            assert isinstance(placed.to_local(), NF4Tensor)
+            whole = placed.full_tensor()
+            assert torch.equal(whole.dequantize(), q.dequantize())
+            if whole.spec == q.spec:
+                assert same(whole, q)
+            placed.zero_()  # a local tensor that was cut is a tensor of its own
+            assert not placed.full_tensor().dequantize().any()
+
+
+def test_distributed_tensors_keep_values_and_take_writes(ranks: Ranks):
+    ranks.run(distributed)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nf4tensor import NF4Tensor, NF4TensorWarning
+from nf4tensor.tensor import copies
 from tests.strategies import DTYPES
 from tests.tensor.weights import assert_same, make, shares_memory
 
@@ -125,6 +126,8 @@ MOVES = {
     "all rows again": lambda q: q.narrow(0, 0, q.shape[0]),
     "slice of all": lambda q: q[:],
     "deepcopy": copy.deepcopy,
+    # The handler that pins, without a device to pin for.
+    "pinned": lambda q: copies.clone(lambda record: record.clone(), (q,), {}),
     "many moves": lambda q: nn.Parameter(q.clone().to("cpu", copy=True).detach()).data[:],
 }
 
