@@ -19,7 +19,7 @@ from nf4tensor.errors import NF4TensorError
 from nf4tensor.format.spec import FORMAT_VERSION
 from nf4tensor.kernels import native, select
 
-ENVIRONMENT = ("NF4TENSOR_BACKEND", "NF4TENSOR_STRICT")
+ENVIRONMENT = ("NF4TENSOR_BACKEND", "NF4TENSOR_ISA", "NF4TENSOR_STRICT")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

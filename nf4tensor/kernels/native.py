@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from nf4tensor.errors import NF4TensorError
+
 CPU_OPS = frozenset({"quantize", "quantize_into", "dequantize", "dequantize_into"})
 
 
@@ -45,6 +47,28 @@ def register_cpu() -> None:
         )
 
 
+def isa() -> str:
+    """Return the instruction set whose kernels are in use: "avx2" or "scalar"."""
+    library = _load()
+    assert library.handle is not None, f"isa() without a library: {library.reason}"
+    return str(library.handle.nf4tensor_isa().decode())
+
+
+def use_isa(name: str) -> None:
+    """Use the kernels of an instruction set from now on; their results are the same bits.
+
+    Raises:
+        NF4TensorError: The build or the processor does not have it.
+    """
+    library = _load()
+    assert library.handle is not None, f"use_isa() without a library: {library.reason}"
+    if library.handle.nf4tensor_use_isa(name.encode()) != 0:
+        raise NF4TensorError(
+            f"instruction set {name!r}: this build or this processor does not have it; "
+            f"the best one here is {isa()}: unset NF4TENSOR_ISA"
+        )
+
+
 def _candidates() -> list[Path]:
     # Not beside this file: an editable install keeps _C.so in site-packages and the .py files in
     # the source. The package has both as its search path.
@@ -67,6 +91,8 @@ def _load() -> _Library:
         library = ctypes.CDLL(str(path))
         # Absent from a library of another version, such as one left by an older editable install.
         library.nf4tensor_register_cpu.restype = ctypes.c_int
+        library.nf4tensor_isa.restype = ctypes.c_char_p
+        library.nf4tensor_use_isa.argtypes = [ctypes.c_char_p]
     except (OSError, AttributeError) as error:
         return _Library(None, f"failed to load {path}: {error.__cause__ or error}")
     return _Library(library, None)

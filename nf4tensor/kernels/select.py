@@ -1,6 +1,7 @@
 """Which backend computes which op on which device: the only place that registers kernels.
 
-`NF4TENSOR_BACKEND` (auto, cpu, reference) forces the choice. `table()` says what was picked and
+`NF4TENSOR_BACKEND` (auto, cpu, reference) forces the choice, `NF4TENSOR_ISA` (scalar, avx2) that of
+the CPU's instruction set. `table()` says what was picked and
 why; `nf4tensor env` prints it.
 """
 
@@ -75,13 +76,15 @@ def register_backends() -> None:
         reason = native.unavailable_because()
         if reason is None:
             native.register_cpu()
+            if forced_isa := os.environ.get("NF4TENSOR_ISA"):
+                native.use_isa(forced_isa)
         elif backend == "cpu":
             raise NF4TensorError(
                 f"NF4TENSOR_BACKEND is cpu, but the compiled library cannot be used: {reason}"
             )
     for name in _REFERENCE:
         if reason is None and name in native.CPU_OPS:
-            _choices.append(Choice(name, "cpu", "cpu", "compiled library"))
+            _choices.append(Choice(name, "cpu", "cpu", f"compiled library, {native.isa()}"))
         else:
             _choices.append(
                 Choice(name, "cpu", "reference", reason or "decodes, then torch's own matmul")

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from nf4tensor.errors import NF4TensorError
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import native, ops, reference, select
 from tests.oracle_tensors import INTEGERS
@@ -20,6 +21,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 INFINITY = math.inf
+
+
+@pytest.fixture(params=["scalar", "avx2"], autouse=True)
+def isa(request: pytest.FixtureRequest):
+    """Each instruction set in turn."""
+    best = native.isa()
+    try:
+        native.use_isa(request.param)
+    except NF4TensorError as error:
+        pytest.skip(str(error))
+    yield request.param
+    native.use_isa(best)
+
+
 # 16 elements a block and 3 scales a segment: every border there is, in a few hundred columns.
 GEOMETRIES = [
     (block_size, scale_block_size)

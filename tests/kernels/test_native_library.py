@@ -4,10 +4,14 @@ The ops are called below `ops.py`, past every check of Python's: the kernels che
 """
 
 import ctypes
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from nf4tensor.errors import NF4TensorError
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import native, select
 
@@ -181,3 +185,23 @@ def test_refused_kernels_raise(monkeypatch):
     monkeypatch.setattr(native, "_load", lambda: native._Library(Refusing(), None))
     with pytest.raises(RuntimeError, match="refused the compiled kernels"):
         native.register_cpu()
+
+
+@compiled
+def test_unknown_instruction_set_is_refused():
+    best = native.isa()
+    with pytest.raises(NF4TensorError, match=r"instruction set 'avx1024'.*best one here is"):
+        native.use_isa("avx1024")
+    assert native.isa() == best
+
+
+@compiled
+def test_environment_forces_an_instruction_set():
+    code = "from nf4tensor.kernels import native, select, ops; print(native.isa())"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NF4TENSOR_ISA": "scalar"},
+    )
+    assert result.stdout.strip() == "scalar", result.stderr
