@@ -13,17 +13,16 @@ from typing import Any
 FSDP_HOOK_TAKES_MESH_ONLY = True
 
 
-def calling_fsdp_param(max_depth: int = 12) -> Any | None:
-    """Return torch's `FSDPParam` that (indirectly) called this function, or None.
+def caller_of_type(*names: str, max_depth: int = 12) -> Any | None:
+    """Return the object of one of torch's classes that (indirectly) called this function, or None.
 
-    Used for early errors only: FSDP2 passes its hooks too little to tell that a setting cannot
-        work, and its own error
-    comes after a collective or on some ranks only.
+    Used for early errors only: FSDP2 and DTensor pass too little to tell that a setting cannot
+    work, and their own error comes after a collective, on some ranks only, or never.
     """
     frame = sys._getframe(1)
     for _ in range(max_depth):
         caller = frame.f_locals.get("self")
-        if type(caller).__name__ == "FSDPParam":
+        if type(caller).__name__ in names:
             return caller
         if frame.f_back is None:
             return None

@@ -40,7 +40,7 @@ def _refuse_integer_reshard() -> None:
     # torch gathers such a parameter again from a smaller mesh, a path that raises
     # NotImplementedError for every tensor with hooks, after the first forward. Remove when it
     # calls them.
-    param = _versions.calling_fsdp_param()
+    param = _versions.caller_of_type("FSDPParam")
     after_forward = getattr(param, "post_forward_mesh_info", None)
     if after_forward is None or after_forward == getattr(param, "mesh_info", None):
         return
@@ -57,7 +57,7 @@ def refuse_column_shard(weight: "NF4Tensor") -> None:
     Raises:
         ShardingError: torch's FSDP2 is the caller.
     """
-    if _versions.calling_fsdp_param() is None:
+    if _versions.caller_of_type("FSDPParam") is None:
         return
     way_out = (
         "give it a second dimension, or pass it in ignored_params"
@@ -68,4 +68,19 @@ def refuse_column_shard(weight: "NF4Tensor") -> None:
         f"fully_shard would cut the columns of a 4-bit weight of shape {tuple(weight.shape)}, and "
         "a row is never "
         f"cut over ranks: {way_out}"
+    )
+
+
+def refuse_cut_shard(weight: "NF4Tensor", sizes: list[int]) -> None:
+    """Stop DTensor before it makes shards of columns that are not records of one geometry.
+
+    Raises:
+        ShardingError: A placement of DTensor is the caller.
+    """
+    if _versions.caller_of_type("Shard", "_StridedShard") is None:
+        return
+    raise ShardingError(
+        f"cannot shard the columns of a 4-bit weight of shape {tuple(weight.shape)} into {sizes}: "
+        f"every rank needs as many, a multiple of the block size {weight.spec.block_size}; choose "
+        "another number of ranks, a smaller block_size, or shard dim 0"
     )

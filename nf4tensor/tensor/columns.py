@@ -4,6 +4,7 @@ Bytes only; what is legal is decided in `format/layout.py`. A cut is a copy of b
 into one raises until it has been cloned (`NF4Tensor.is_cut`).
 """
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ def on_last_dim(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         all_gather.refuse_column_shard(tensor)
     if sum(sizes) != num_columns:
         return fallback.decode(op, args, kwargs)
-    pieces, start = [], 0
-    for size in sizes:
-        pieces.append(_cut_or_decode(tensor, start, start + size))
-        start += size
-    return pieces
+    stops = list(accumulate(sizes))
+    cuts = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    are_legal = all(layout.is_legal_cut(tensor.spec, *cut) for cut in cuts)
+    if not are_legal or len({layout.cut(tensor.spec, *cut).spec for cut in cuts}) > 1:
+        all_gather.refuse_cut_shard(tensor, sizes)
+    return [_cut_or_decode(tensor, *cut) for cut in cuts]
 
 
 def _cut_or_decode(tensor: NF4Tensor, start: int, stop: int) -> Tensor:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nf4tensor import NF4Tensor, memory_footprint, to_nf4
@@ -156,6 +157,24 @@ def one_dimension(rank, world_size):
 
 def test_one_dimensional_weight_is_refused_on_every_rank(ranks: Ranks):
     ranks.run(one_dimension)
+
+
+def column_shards(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = to_nf4(torch.randn(4, 96), block_size=16)
+    shard = distribute_tensor(weight, mesh, [Shard(1)]).to_local()
+    assert isinstance(shard, NF4Tensor)
+    assert torch.equal(shard.dequantize(), weight.dequantize().chunk(world_size, 1)[rank])
+    for columns, block_size in ((100, 16), (112, 16), (96, 64)):
+        if world_size == 3:
+            weight = to_nf4(torch.randn(4, columns), block_size)
+            with pytest.raises(ShardingError, match="every rank needs as many"):
+                distribute_tensor(weight, mesh, [Shard(1)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3], indirect=True)  # 96 columns are 6 blocks of 16
+def test_column_shards_are_records_or_refused_on_every_rank(ranks: Ranks):
+    ranks.run(column_shards)
 
 
 def stack_of_experts(rank, world_size):

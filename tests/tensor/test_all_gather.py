@@ -113,7 +113,7 @@ def test_a_local_tensor_of_fsdp_can_be_merged_into():
 
 
 def test_columns_are_cut_freely_where_fsdp_is_not_the_caller():
-    assert _versions.calling_fsdp_param() is None
+    assert _versions.caller_of_type("FSDPParam") is None
     all_gather.refuse_column_shard(make(4, 64))
 
 
