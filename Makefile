@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all lint format finetune dist clean
+.PHONY: help setup test test-all lint format finetune bench dist clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -64,6 +64,10 @@ format: $(STAMP) ## Rewrite the sources in the house style
 
 finetune: $(STAMP) ## Run the example on a small model (ARGS: its arguments)
 	$(BIN)/python examples/finetune.py $(ARGS)
+
+bench: $(STAMP) ## Measure the kernels on this machine
+	$(BIN)/python benchmarks/bench_dequantize.py $(ARGS)
+	$(BIN)/python benchmarks/bench_quantize.py $(ARGS)
 
 dist: $(STAMP) ## Build the source archive and a wheel into dist/
 	NF4TENSOR_REQUIRE_COMPILED=1 $(BIN)/python -m build

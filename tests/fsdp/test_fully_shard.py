@@ -145,6 +145,16 @@ def test_integer_reshard_is_refused_before_any_collective(ranks: Ranks):
     ranks.run(integer_reshard)
 
 
+def oversized_mesh(rank, world_size):
+    with pytest.raises(RuntimeError, match=f"world size {world_size}, but found {world_size + 2}"):
+        fully_shard(make_model(), mesh=init_device_mesh("cpu", (world_size + 2,)))
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_too_few_ranks_for_a_mesh_is_refused_on_every_rank(ranks: Ranks):
+    ranks.run(oversized_mesh)
+
+
 def one_dimension(rank, world_size):
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(to_nf4(torch.randn(256)), requires_grad=False)
