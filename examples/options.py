@@ -7,6 +7,7 @@ a SystemExit that says what to do. Nothing here trains.
 
 import argparse
 import importlib.util
+import math
 import os
 from pathlib import Path
 
@@ -99,6 +100,8 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} is {value}, must be at least 1")
+    if not 0 < options.lr < math.inf:
+        raise SystemExit(f"--lr is {options.lr}, must be a positive number")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if "RANK" in os.environ:  # started by torchrun, which has the say, perhaps over several nodes
         options.ranks = int(os.environ["WORLD_SIZE"])

@@ -6,7 +6,7 @@ reduction over ranks, raises, naming the op and the way out.
 
 import os
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils._pytree import tree_any, tree_map_only
 
@@ -59,11 +59,20 @@ def unimplemented(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             "reduced; call dequantize() first"
         )
     if _writes_into_record(op, args, kwargs):
-        raise UnsupportedError(
-            f"{op} would write into the 4-bit storage of an NF4Tensor: compute on dequantize() and "
-            "quantize the result with to_nf4()"
-        )
+        refuse_write(op)
     return decode(op, args, kwargs)
+
+
+def refuse_write(op: Any) -> NoReturn:
+    """Stop an op that would write into 4-bit storage what rows cannot take.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"{op} would write into the 4-bit storage of an NF4Tensor: compute on dequantize() and "
+        "quantize the result with to_nf4()"
+    )
 
 
 def _writes_into_record(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from nf4tensor.errors import DTypeError, ShapeError
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import ops
-from nf4tensor.kernels.schema import WEIGHT_DTYPES, check_dtype, check_out
+from nf4tensor.kernels.schema import WEIGHT_DTYPES, check_dtype, check_out, check_record
 from nf4tensor.tensor import all_gather, gradient
 from nf4tensor.tensor.dispatch import FUNCTIONS, call
 
@@ -289,8 +289,11 @@ def _rebuild(
     is_parameter: bool,
     requires_grad: bool,
 ) -> NF4Tensor:
-    """Undo `__reduce_ex__`; an unknown format version is refused by the spec."""
-    tensor = NF4Tensor(record, NF4Spec(*spec_fields), dtype, view=view)
+    """Undo `__reduce_ex__`; what cannot be a record is refused here, as files may be damaged."""
+    spec = NF4Spec(*spec_fields)
+    check_record(record, spec)
+    check_dtype(dtype, "the saved dtype")
+    tensor = NF4Tensor(record, spec, dtype, view=view)
     return _as_parameter(tensor, is_parameter, requires_grad)
 
 

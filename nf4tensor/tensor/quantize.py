@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from nf4tensor.errors import ShapeError, UnsupportedError, WeightError
+from nf4tensor.errors import DTypeError, ShapeError, UnsupportedError, WeightError
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import ops
 from nf4tensor.kernels.schema import check_dtype
@@ -37,7 +37,7 @@ def to_nf4(
         A detached NF4Tensor of the same shape, dtype and device.
 
     Raises:
-        DTypeError: The dtype is another one.
+        DTypeError: The dtype is another one, or this is no dense tensor.
         ShapeError: The tensor has no dimension or no columns.
         SpecError: A size or name is outside its range.
         UnsupportedError: The tensor is quantized already.
@@ -48,6 +48,9 @@ def to_nf4(
             f"the tensor is quantized already ({tensor.spec}): to quantize it in another way, pass "
             "tensor.dequantize()"
         )
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_nested:
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        raise DTypeError(f"expected a dense torch.Tensor, got {kind}: convert it first")
     check_dtype(tensor.dtype, "tensor.dtype")
     if tensor.dim() == 0 or tensor.shape[-1] == 0:
         raise ShapeError(

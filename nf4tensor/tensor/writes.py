@@ -12,7 +12,7 @@ from torch import Tensor
 from nf4tensor.errors import ShapeError, SpecError, UnsupportedError
 from nf4tensor.kernels import ops
 from nf4tensor.tensor import fallback
-from nf4tensor.tensor.dispatch import implements, overrides
+from nf4tensor.tensor.dispatch import bind, implements, overrides
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 from nf4tensor.tensor.quantize import check_finite
 
@@ -47,6 +47,26 @@ def fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if not isinstance(target, NF4Tensor):
         return fallback.decode(op, args, kwargs)
     write(target, op(target.decode(), *fallback.dense(args[1:])))
+    return target
+
+
+@implements(aten.index_put_.default)
+def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Write whole rows, chosen by indices or masks over leading dimensions.
+
+    Raises:
+        UnsupportedError: The indices reach into columns, or rows would be added up.
+    """
+    bound = bind(op, args, kwargs)
+    target, indices, values = bound["self"], bound["indices"], bound["values"]
+    if not isinstance(target, NF4Tensor):
+        return fallback.decode(op, args, kwargs)
+    key = tuple(slice(None) if index is None else index for index in indices)
+    if target.view_kind != "rows" or _reaches_columns(key, target) or bound["accumulate"]:
+        fallback.refuse_write(op)
+    rows = target[key].clone()
+    rows.copy_(values)
+    op(target.record, indices, rows.record)
     return target
 
 
@@ -150,6 +170,16 @@ def write(target: NF4Tensor, source: Tensor) -> None:
 def _has_shared_rows(record: Tensor) -> bool:
     sizes_and_strides = zip(record.shape, record.stride(), strict=True)
     return any(stride == 0 and size > 1 for size, stride in sizes_and_strides)
+
+
+@overrides(torch.Tensor.fill_diagonal_)
+def fill_diagonal_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse what torch would write into a decoded view.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    fallback.refuse_write(aten.fill_diagonal_.default)
 
 
 @overrides(torch.Tensor.__setitem__)

@@ -50,6 +50,11 @@ def test_missing_package_names_the_extra(example, monkeypatch):
         example.options.check(parse(example))
 
 
+def test_learning_rate_must_be_a_number(example):
+    with pytest.raises(SystemExit, match="--lr is nan, must be a positive number"):
+        example.options.check(parse(example, "--lr", "nan"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "num_gpus", "message"),
     [

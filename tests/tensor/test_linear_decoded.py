@@ -38,7 +38,7 @@ def test_other_products(form):
 
 
 @pytest.mark.filterwarnings("ignore:(aten|a product):nf4tensor.NF4TensorWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_transforms_of_functions_and_forward_mode():
     """torch.library's gradients know none of these: `jvp` would return zeros without a word."""
     q = make(OUT, IN)

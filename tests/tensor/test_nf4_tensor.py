@@ -225,3 +225,14 @@ def test_whole_modules_are_saved():
     assert torch.equal(loaded[0].weight.record, model[0].weight.record)
     assert isinstance(loaded[0].weight, nn.Parameter)
     assert_same(loaded(dense(2, 64)), model(dense(2, 64)))
+
+
+def test_damaged_pickles_are_refused():
+    q = make(4, 64)
+    rebuild, (spec, record, *rest) = q.__reduce_ex__(4)
+    with pytest.raises(ShapeError, match=r"expected \[\*, 64\] bytes"):
+        rebuild(spec, record[:, :-1], *rest)
+    with pytest.raises(DTypeError, match=r"expected torch.uint8"):
+        rebuild(spec, record.float(), *rest)
+    with pytest.raises(DTypeError, match=r"the saved dtype is torch.int32"):
+        rebuild(spec, record, torch.int32, *rest[1:])

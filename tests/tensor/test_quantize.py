@@ -178,3 +178,9 @@ def test_meta_and_fake_weights_give_shapes():
         q = to_nf4(torch.ones(4, 100, dtype=torch.bfloat16))
         assert (q.shape, q.dtype) == ((4, 100), torch.bfloat16)
         assert q.dequantize().shape == (4, 100)
+
+
+@pytest.mark.parametrize("thing", [[1.0], torch.nn.Linear(2, 2), torch.eye(3).to_sparse()])
+def test_what_is_no_dense_tensor_is_refused(thing):
+    with pytest.raises(DTypeError, match=r"expected a dense torch.Tensor, got .*: convert it"):
+        to_nf4(thing)

@@ -209,9 +209,9 @@ def test_imported_scales_are_never_written():
         lambda w: w.index_copy_(0, torch.tensor([1]), torch.ones(1, 65)),
         lambda w: w.index_add_(0, torch.tensor([1]), torch.ones(1, 65)),
         lambda w: w.scatter_(0, torch.zeros(1, 65, dtype=int), 1.0),
-        lambda w: w.index_put_((torch.tensor([1]),), torch.ones(65)),
-        lambda w: w.__setitem__([0, 1], torch.ones(65)),
-        lambda w: w.__setitem__(torch.tensor([True, False, True, False]), 0.0),
+        lambda w: w.index_put_((torch.tensor([1]), torch.tensor([2])), torch.tensor(1.0)),
+        lambda w: w.index_put_((torch.tensor([1]),), torch.ones(65), accumulate=True),
+        lambda w: w.fill_diagonal_(9.0),
         lambda w: w.resize_(3, 3),
         lambda w: w.set_(torch.ones(3)),
         lambda w: w.t_(),
@@ -231,3 +231,23 @@ def test_other_in_place_ops_are_refused_by_name(write):
     with pytest.raises(UnsupportedError, match=r"aten\.\w+\.\w+ would write into.*with to_nf4\(\)"):
         write(q)
     assert torch.equal(q.record, before)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [[0, 2], torch.tensor([3]), torch.tensor([True, False, True, False])],
+    ids=["list", "tensor", "mask"],
+)
+@pytest.mark.filterwarnings("ignore:copy_ of a float tensor:nf4tensor.NF4TensorWarning")
+def test_rows_chosen_by_indices_are_written(key):
+    q, expected = make(4, 65), make(4, 65)
+    row = dense(1, 65, seed=5)
+    before = q.record.clone()
+    q[key] = row
+    for i in range(4):
+        if i in (key if isinstance(key, list) else torch.arange(4)[key]):
+            assert torch.equal(q[i].record, to_nf4(row[0]).record)
+        else:
+            assert torch.equal(q[i].record, before[i])
+    q[key] = expected[1]
+    assert torch.equal(q[key].record[0], expected[1].record)
