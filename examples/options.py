@@ -100,6 +100,11 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} is {value}, must be at least 1")
+    if not 0 <= options.dropout < 1 or options.sample_tokens < 0:
+        raise SystemExit(
+            f"--dropout is {options.dropout}, must be from 0 to below 1; --sample-tokens is "
+            f"{options.sample_tokens}, must be at least 0"
+        )
     if not 0 < options.lr < math.inf:
         raise SystemExit(f"--lr is {options.lr}, must be a positive number")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

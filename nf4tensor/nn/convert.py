@@ -69,6 +69,8 @@ def quantize_(
             continue
         for module, key, _ in slots:
             module._parameters[key] = quantized
+    if not chosen:
+        logger.warning("no weight of this model was chosen: see filter_fn and skip")
     if left:
         logger.warning("left in their own dtype (too narrow, or shared): %s", ", ".join(left))
     if freeze_base:

@@ -4,6 +4,7 @@ They never reach ATen, where a tensor without memory of its own is an error or a
 replaced as Python functions.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -17,7 +18,18 @@ from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
 @overrides(torch.Tensor.data_ptr)
 def _data_ptr(tensor: NF4Tensor) -> int:
-    """Return the address of the record, which tells tensors that share memory from others."""
+    """Return the address of the record, which tells tensors that share memory from others.
+
+    Raises:
+        UnsupportedError: safetensors asks, which would read as many bytes as the floats have.
+    """
+    caller = sys._getframe(2).f_globals.get("__name__", "")  # beyond __torch_function__
+    if caller.partition(".")[0] == "safetensors":
+        raise UnsupportedError(
+            f"safetensors cannot write an NF4Tensor: it would read {tensor.numel()} "
+            f"{tensor.dtype} from a record of {tensor.nbytes} bytes; use torch.save or "
+            "torch.distributed.checkpoint, or call dequantize_(model) before save_pretrained"
+        )
     return tensor.record.data_ptr()
 
 

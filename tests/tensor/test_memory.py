@@ -111,3 +111,13 @@ def test_questions_that_every_tensor_answers():
     ):
         assert ask(q) == ask(d)
     assert hash(q) == id(q)
+
+
+def test_safetensors_is_refused(tmp_path):
+    """It takes the address for that of as many floats as the tensor has, and reads beyond it."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="the extra `hf` is missing")
+    q = make(16, 256)
+    with pytest.raises(UnsupportedError, match=r"safetensors cannot write.*dequantize_\(model\)"):
+        safetensors.save_file({"w": q}, tmp_path / "w.safetensors")
+    with pytest.raises(UnsupportedError, match=r"safetensors cannot write"):
+        safetensors.save({"w": q})
