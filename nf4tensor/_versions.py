@@ -4,6 +4,7 @@ Each answer names the behaviour it depends on and the condition for its removal.
 """
 
 import sys
+from types import FrameType
 from typing import Any
 
 # FSDP2 calls `fsdp_pre_all_gather(mesh)` or, with five parameters, a form that insists on
@@ -28,3 +29,17 @@ def caller_of_type(*names: str, max_depth: int = 12) -> Any | None:
             return None
         frame = frame.f_back
     return None
+
+
+def is_broadcasting_state() -> bool:
+    """Tell whether torch's `set_model_state_dict(..., broadcast_from_rank0=True)` is the caller.
+
+    Rank 0 sends its own tensors there, and the other ranks receive into dense ones that it knows
+    nothing of (torch/distributed/_state_dict_utils.py). Remove when they are made alike.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_broadcast_tensors":
+            return True
+        frame = frame.f_back
+    return False

@@ -4,12 +4,13 @@ Gathering, scattering and broadcasting keep every byte; a reduction has no meani
 refused by `fallback.py`. What is refused here is refused on every rank, before anything is sent.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from nf4tensor import _versions
 from nf4tensor.errors import UnsupportedError
 from nf4tensor.tensor.dispatch import implements
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
@@ -64,6 +65,8 @@ def in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{op} between NF4Tensors and dense tensors would fill one with the bytes of the "
             "other: pass NF4Tensors on every rank, or dequantize() all"
         )
+    if op.name() == "c10d::broadcast_" and _versions.is_broadcasting_state():
+        _refuse_state_broadcast(op, args, kwargs)
     kinds = {(tensor.view_kind, tensor.spec) for tensor in tensors}
     if len(kinds) != 1:
         raise UnsupportedError(f"{op} between different views or specs: {kinds}")
@@ -73,6 +76,28 @@ def in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.new_rows.is_filled = True
     # The ops return the tensors they filled, then a handle to wait for.
     return (args[0], result[-1]) if isinstance(result, tuple) else result
+
+
+def _refuse_state_broadcast(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """Stop a broadcast of a 4-bit state dict on every rank.
+
+    The other ranks wait for dense tensors: they get NaN, which no 4-bit weight takes.
+
+    Raises:
+        UnsupportedError: Always, on the sending rank.
+    """
+    op(*poisoned(args), **kwargs)[-1].wait()
+    raise UnsupportedError(
+        "broadcast_from_rank0 cannot send a 4-bit state dict: torch receives it into dense "
+        "tensors. Pass the state on every rank, or a dense one"
+    )
+
+
+def poisoned(tree: Any) -> Any:
+    """Replace NF4Tensors by dense tensors of NaN of the same shape and dtype."""
+    return tree_map_only(
+        NF4Tensor, lambda t: torch.full(t.shape, torch.nan, dtype=t.dtype, device=t.device), tree
+    )
 
 
 def _records(tree: Any) -> Any:

@@ -78,6 +78,12 @@ def check_finite(tensor: Tensor) -> None:
         return
     places = (~tensor.isfinite()).nonzero()
     first = tuple(places[0].tolist())
+    if len(places) == tensor.numel():
+        raise WeightError(
+            f"every element of the weight of shape {tuple(tensor.shape)} is NaN or infinite: fix "
+            "the checkpoint; or, where broadcast_from_rank0 sent a 4-bit state dict, pass the "
+            "state on every rank"
+        )
     raise WeightError(
         f"the weight of shape {tuple(tensor.shape)} has {len(places)} NaN or infinite elements, "
         f"the first at {first}: {tensor[first].item()}: 4-bit blocks cannot hold them; fix the "

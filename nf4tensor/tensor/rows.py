@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nf4tensor import _versions
 from nf4tensor.errors import UnsupportedError
-from nf4tensor.tensor import columns, fallback
+from nf4tensor.tensor import collectives, columns, fallback
 from nf4tensor.tensor.dispatch import bind, implements
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 from nf4tensor.tensor.views import normalize_dim
@@ -133,6 +134,8 @@ def _cat_flat(op: Any, tensors: list[Tensor]) -> NF4Tensor:
             again when it is taken apart.
     """
     kinds = {(t.view_kind, t.spec) if isinstance(t, NF4Tensor) else None for t in tensors}
+    if len(kinds) > 1 and _versions.is_broadcasting_state():
+        return op(collectives.poisoned(tensors))  # refused on arrival, by every rank
     if len(kinds) > 1:
         raise UnsupportedError(
             f"{op} of a flat NF4Tensor with dense tensors or other specs would have to decode it: "

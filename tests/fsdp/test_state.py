@@ -10,8 +10,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
 
-from nf4tensor import NF4Tensor
+from nf4tensor import NF4Tensor, NF4TensorError
 from tests.fsdp.training import make_model, shard
 from tests.ranks import Ranks
 
@@ -71,6 +72,24 @@ def load(rank, world_size):
 
 def test_full_and_sharded_states_load(ranks: Ranks):
     ranks.run(load)
+
+
+def broadcast(rank, world_size):
+    model = make_model()
+    state = model.state_dict() if rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(NF4TensorError, match=r"broadcast_from_rank0"):
+        set_model_state_dict(shard(make_model()), state, options=options)
+    single = fully_shard(torch.nn.Sequential(make_model().blocks[0].up.base))
+    state = {"0.weight": make_model().blocks[0].up.base.weight} if rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    with pytest.raises(NF4TensorError, match=r"broadcast_from_rank0"):
+        set_model_state_dict(single, state, options=options)
+
+
+@pytest.mark.parametrize("ranks", [2, 3], indirect=True)
+def test_broadcast_of_a_quantized_state_is_refused_on_every_rank(ranks: Ranks):
+    ranks.run(broadcast)
 
 
 def checkpoint(rank, world_size, folder):
