@@ -207,7 +207,7 @@ def test_weights_that_would_not_shrink_are_left_alone_and_listed(caplog: pytest.
 
 def test_errors_name_the_parameter():
     for broken, error, words in (
-        (lambda m: m.blocks[1].up.weight.data.fill_(torch.nan), WeightError, "every element of the weight"),
+        (lambda m: m.blocks[1].up.weight.data.fill_(torch.nan), WeightError, "every element"),
         (lambda m: m.blocks[1].up.double(), DTypeError, "float64"),
     ):
         broken_model = model()
