@@ -65,9 +65,7 @@ class TwoByteDecoder {
                          _mm256_mul_ps(_mm256_loadu_ps(levels + 8), factor));
     } else {  // NaN has one form only, which the instructions do not know
       alignas(32) Bits rounded[kNumCodes];
-      for (int code = 0; code < kNumCodes; ++code) {
-        rounded[code] = Format::Round(levels[code] * scale);
-      }
+      RoundLevels<Format>(levels, scale, rounded);
       table = _mm256_load_si256(reinterpret_cast<const __m256i*>(rounded));
     }
     const __m256i split = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0,
@@ -142,9 +140,7 @@ class FourByteDecoder {
   void SetScale(const float* levels, float scale) {
     if (!IsFinite(scale)) {
       alignas(32) Bits rounded[kNumCodes];
-      for (int code = 0; code < kNumCodes; ++code) {
-        rounded[code] = Float32::Round(levels[code] * scale);
-      }
+      RoundLevels<Float32>(levels, scale, rounded);
       low_ = _mm256_load_ps(reinterpret_cast<const float*>(rounded));
       high_ = _mm256_load_ps(reinterpret_cast<const float*>(rounded + 8));
       return;

@@ -19,9 +19,7 @@ class TableDecoder {
 
   explicit TableDecoder(bool) {}
 
-  void SetScale(const float* levels, float scale) {
-    for (int code = 0; code < kNumCodes; ++code) table_[code] = Format::Round(levels[code] * scale);
-  }
+  void SetScale(const float* levels, float scale) { RoundLevels<Format>(levels, scale, table_); }
 
   void Decode(const uint8_t* __restrict__ packed, int64_t count, uint8_t* __restrict__ out) const {
     for (int64_t i = 0; i + 2 <= count; i += 2) {

@@ -13,7 +13,7 @@ from torch import Tensor
 from nf4tensor.errors import DTypeError, ShapeError
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import ops
-from nf4tensor.kernels.schema import WEIGHT_DTYPES, check_dtype, check_out, check_record
+from nf4tensor.kernels.schema import WEIGHT_DTYPES, check_dtype, check_record
 from nf4tensor.tensor import all_gather, gradient
 from nf4tensor.tensor.dispatch import FUNCTIONS, call
 
@@ -128,8 +128,6 @@ class NF4Tensor(torch.Tensor):
         """
         if out is not None:
             return self._dequantize_into(dtype, out)
-        dtype = dtype or self.dtype
-        check_dtype(dtype, "dtype")
         return gradient.guard(self.decode(dtype), self)
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -149,7 +147,6 @@ class NF4Tensor(torch.Tensor):
         target = out.mT if self.view_kind == "transposed" else out
         if self.view_kind == "flat":
             target = out.view(*self.record.shape[:-1], self.spec.in_features)
-        check_out(self.record, self.spec, target)
         ops.dequantize_into(self.record, self.spec, target)
         return out
 

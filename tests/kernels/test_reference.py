@@ -32,16 +32,18 @@ from tests.strategies import (
 dtypes = st.sampled_from(DTYPES)
 both = pytest.mark.parametrize("kernels", [reference, ops], ids=["reference", "ops"])
 
-
-@both
-@PROPERTY
-@given(
+any_rows = given(
     spec=specs(),
     kinds=kinds(FINITE_KINDS + NON_FINITE_KINDS),
     num_rows=st.integers(1, 3),
     seed=seeds,
     dtype=dtypes,
 )
+
+
+@both
+@PROPERTY
+@any_rows
 def test_quantize_is_clause_5(kernels, spec, kinds, num_rows, seed, dtype):
     weight = make_rows(spec, kinds, num_rows, seed, dtype)
     record = kernels.quantize(weight, spec)
@@ -50,13 +52,7 @@ def test_quantize_is_clause_5(kernels, spec, kinds, num_rows, seed, dtype):
 
 @both
 @PROPERTY
-@given(
-    spec=specs(),
-    kinds=kinds(FINITE_KINDS + NON_FINITE_KINDS),
-    num_rows=st.integers(1, 3),
-    seed=seeds,
-    dtype=dtypes,
-)
+@any_rows
 def test_dequantize_is_clause_6(kernels, spec, kinds, num_rows, seed, dtype):
     record = kernels.quantize(make_rows(spec, kinds, num_rows, seed, torch.float32), spec)
     decoded = kernels.dequantize(record, spec, dtype)
