@@ -16,6 +16,12 @@ void QuantizeInto(const Tensor& weight, const RecordSpec& spec, const Tensor& re
 Tensor Dequantize(const Tensor& record, const RecordSpec& spec, int32_t dtype);
 // out: [*lead, in_features] of a float dtype.
 void DequantizeInto(const Tensor& record, const RecordSpec& spec, const Tensor& out);
+// input: [*lead, in_features]; record: uint8 [*lead, out_features, pitch]; bias: [out_features] of
+// the input's dtype, or null. Returns input @ W.T + bias, summed in float32.
+Tensor Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
+              const Tensor* bias);
+// input: [*lead, out_features]. Returns input @ W, summed in float32.
+Tensor Matmul(const Tensor& input, const Tensor& record, const RecordSpec& spec);
 
 }  // namespace cpu
 

@@ -48,6 +48,7 @@ AOTITorchError aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
                                   void (*body)(int64_t begin, int64_t end, void* context),
                                   void* context);
+AOTITorchError torch_get_num_threads(uint32_t* num_threads);
 
 bool aoti_torch_grad_mode_is_enabled();
 void aoti_torch_grad_mode_set_enabled(bool enabled);
@@ -163,6 +164,12 @@ class Tensor {
 
   AtenTensorHandle handle_ = nullptr;
 };
+
+inline int64_t NumThreads() {
+  uint32_t num_threads = 1;
+  Check(torch_get_num_threads(&num_threads), "count threads");
+  return num_threads;
+}
 
 // Runs body(begin, end) over parts of [0, count), none smaller than the grain, on torch's threads.
 template <typename Body>

@@ -111,6 +111,7 @@ NF4TENSOR_HOST_DEVICE inline int64_t LoadPhase(const RecordSpec& spec, const uin
 // The segment of a block. A phase that no file reader accepts stays inside the row all the same.
 NF4TENSOR_HOST_DEVICE inline int64_t SegmentOfBlock(const RecordSpec& spec, int64_t phase,
                                                     int64_t block) {
+  if (spec.num_segments == 1) return 0;
   const int64_t segment = (phase + block) / spec.segment_length;
   return segment < spec.num_segments ? segment : spec.num_segments - 1;
 }
@@ -123,13 +124,14 @@ NF4TENSOR_HOST_DEVICE inline int64_t FirstBlock(const RecordSpec& spec, int64_t 
   return block < 0 ? 0 : block < spec.num_blocks() ? block : spec.num_blocks();
 }
 
-// Decodes the scales of one row on the host, in order.
+// Decodes the scales of one row on the host, in order, from a block on.
 class ScaleReader {
  public:
-  ScaleReader(const RecordSpec& spec, const uint8_t* row) : spec_(spec), row_(row) {
+  ScaleReader(const RecordSpec& spec, const uint8_t* row, int64_t first_block = 0)
+      : spec_(spec), row_(row), block_(first_block) {
     if (!spec.has_segments()) return;
     phase_ = LoadPhase(spec, row);
-    EnterSegment(SegmentOfBlock(spec, phase_, 0));
+    EnterSegment(SegmentOfBlock(spec, phase_, first_block));
   }
 
   float Next() {
@@ -154,7 +156,7 @@ class ScaleReader {
   int64_t phase_ = 0;
   int64_t segment_ = 0;
   int64_t segment_end_ = 0;
-  int64_t block_ = 0;
+  int64_t block_;
 };
 
 }  // namespace nf4tensor

@@ -7,12 +7,6 @@
 //   SetScale(levels, scale)       scales and rounds the 16 levels, once a block
 //   Decode(packed, count, out)    looks `count` weights up, from an even position of the row
 
-// The 16 levels of a block, scaled and rounded one by one.
-template <typename Format>
-void RoundLevels(const float* levels, float scale, typename Format::Bits (&table)[kNumCodes]) {
-  for (int code = 0; code < kNumCodes; ++code) table[code] = Format::Round(levels[code] * scale);
-}
-
 template <typename Decoder>
 void DequantizeRowsWith(const RecordSpec& spec, int64_t num_rows,
                         const uint8_t* __restrict__ record, uint8_t* __restrict__ out,

@@ -58,5 +58,11 @@ struct Float16 {
   }
 };
 
+// The 16 levels of a block, scaled and rounded one by one.
+template <typename Format>
+void RoundLevels(const float* levels, float scale, typename Format::Bits (&table)[kNumCodes]) {
+  for (int code = 0; code < kNumCodes; ++code) table[code] = Format::Round(levels[code] * scale);
+}
+
 }  // namespace
 }  // namespace nf4tensor::cpu

@@ -18,7 +18,10 @@ struct Candidate {
 const Candidate kCandidates[] = {
 #ifdef NF4TENSOR_AVX2
     {kAvx2Kernels,
-     [] { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0; }},
+     [] {
+       return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0 &&
+              __builtin_cpu_supports("f16c") != 0;
+     }},
 #endif
     {kScalarKernels, [] { return true; }},
 };

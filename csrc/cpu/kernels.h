@@ -19,10 +19,46 @@ using DequantizeRows = void (*)(const RecordSpec& spec, int64_t num_rows, const 
 using QuantizeRows = void (*)(const RecordSpec& spec, int64_t num_rows, const uint8_t* weight,
                               bool keep_phase, float* absmax, uint8_t* record);
 
+// A tile of a decoded weight is float32, in panels of kPanelWidth columns: panel p of row r starts
+// at p * panel_pitch + r * row_pitch, in floats.
+struct TileLayout {
+  int64_t row_pitch;
+  int64_t panel_pitch;
+};
+inline constexpr int kPanelWidth = 16;
+// The rows of a tile come in multiples of this where sums run along them.
+inline constexpr int kTileRowStep = 8;
+
+// Decodes columns [begin, end) of num_rows records [pitch], rounded to the dtype, to a tile. begin
+// is a multiple of kPanelWidth; columns from end to the end of its panel become zero.
+using DecodeTile = void (*)(const RecordSpec& spec, int64_t num_rows, int64_t begin, int64_t end,
+                            const uint8_t* record, TileLayout layout, float* tile);
+
+// Converts count values to float32, or float32 to the dtype.
+using Widen = void (*)(int64_t count, const uint8_t* from, float* to);
+using Narrow = void (*)(int64_t count, const float* from, uint8_t* to);
+
+// output[m][n] += sum of input[m][k] * tile[n][k] over length columns. num_rows is a multiple of
+// kTileRowStep, length of kPanelWidth; rows of input and tile have the same pitch.
+using MultiplyTransposed = void (*)(int64_t num_inputs, int64_t num_rows, int64_t length,
+                                    int64_t pitch, const float* input, const float* tile,
+                                    float* output, int64_t output_pitch);
+
+// output[m] += sum of input[m][n] * tile[n] over num_rows. Rows of tile and output have the pitch
+// kPanelWidth; each panel of output has a row for each input.
+using Multiply = void (*)(int64_t num_inputs, int64_t num_rows, int64_t num_panels,
+                          const float* input, int64_t input_pitch, const float* tile,
+                          int64_t panel_pitch, float* output, int64_t output_panel_pitch);
+
 struct Kernels {
   const char* isa;
   DequantizeRows dequantize[kNumDTypes];
   QuantizeRows quantize[kNumDTypes];
+  DecodeTile decode_tile[kNumDTypes];
+  Widen widen[kNumDTypes];
+  Narrow narrow[kNumDTypes];
+  MultiplyTransposed multiply_transposed;
+  Multiply multiply;
 };
 
 extern const Kernels kScalarKernels;

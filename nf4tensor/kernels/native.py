@@ -15,7 +15,9 @@ import torch
 
 from nf4tensor.errors import NF4TensorError
 
-CPU_OPS = frozenset({"quantize", "quantize_into", "dequantize", "dequantize_into"})
+CPU_OPS = frozenset(
+    {"quantize", "quantize_into", "dequantize", "dequantize_into", "linear", "matmul"}
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ def use_isa(name: str) -> None:
         )
 
 
+def release_workspace() -> int:
+    """Free the memory that products keep from call to call; return its bytes."""
+    library = _load().handle
+    return 0 if library is None else int(library.nf4tensor_release_workspace())
+
+
 def _candidates() -> list[Path]:
     # Not beside this file: an editable install keeps _C.so in site-packages and the .py files in
     # the source. The package has both as its search path.
@@ -93,6 +101,7 @@ def _load() -> _Library:
         library.nf4tensor_register_cpu.restype = ctypes.c_int
         library.nf4tensor_isa.restype = ctypes.c_char_p
         library.nf4tensor_use_isa.argtypes = [ctypes.c_char_p]
+        library.nf4tensor_release_workspace.restype = ctypes.c_int64
     except (OSError, AttributeError) as error:
         return _Library(None, f"failed to load {path}: {error.__cause__ or error}")
     return _Library(library, None)

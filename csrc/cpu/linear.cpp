@@ -1,0 +1,147 @@
+// The ops linear and matmul on the CPU: checks, shapes, and a product for each matrix of a stack.
+#include <algorithm>
+
+#include "arguments.h"
+#include "cpu/products.h"
+#include "ops.h"
+
+namespace nf4tensor::cpu {
+namespace {
+
+using Sizes = std::vector<int64_t>;
+
+int64_t Product(const Sizes& sizes) {
+  int64_t product = 1;
+  for (const int64_t size : sizes) product *= size;
+  return product;
+}
+
+// The leading sizes of a product, by torch's rules of broadcasting.
+Sizes Broadcast(const Sizes& a, const Sizes& b) {
+  Sizes sizes(std::max(a.size(), b.size()));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const int64_t left = i < a.size() ? a[a.size() - 1 - i] : 1;
+    const int64_t right = i < b.size() ? b[b.size() - 1 - i] : 1;
+    if (left != right && left != 1 && right != 1) {
+      Refuse("input and record have leading sizes ", left, " and ", right,
+             " that do not broadcast");
+    }
+    sizes[sizes.size() - 1 - i] = left == 1 ? right : left;
+  }
+  return sizes;
+}
+
+// The index into a stack of leading sizes that is broadcast to `all`, for an index into `all`.
+int64_t StackIndex(const Sizes& lead, const Sizes& all, int64_t index) {
+  int64_t found = 0;
+  int64_t stride = 1;
+  for (size_t i = 0; i < lead.size(); ++i) {
+    const int64_t size = lead[lead.size() - 1 - i];
+    const int64_t all_size = all[all.size() - 1 - i];
+    found += size == 1 ? 0 : index % all_size * stride;
+    index /= all_size;
+    stride *= size;
+  }
+  return found;
+}
+
+// The operands of a product, checked: input [*lead, num_inputs, num_from], or [num_from], and
+// record [*lead, num_rows, pitch].
+struct Operands {
+  Sizes input_lead;
+  Sizes record_lead;
+  Sizes lead;
+  int64_t num_inputs;
+  int64_t num_rows;
+  Sizes output_sizes;
+};
+
+Operands CheckedOperands(const Tensor& input, const Tensor& record, const RecordSpec& spec,
+                         bool is_transposed) {
+  Operands found;
+  found.record_lead = CheckedLead(record, "record", spec.pitch());
+  CheckRecordDtype(record);
+  CheckFloatDtype(input.dtype(), "input");
+  if (found.record_lead.empty()) Refuse("record has one dimension, expected two or more");
+  found.num_rows = found.record_lead.back();
+  found.record_lead.pop_back();
+  const int64_t num_from = is_transposed ? spec.in_features : found.num_rows;
+  const int64_t num_to = is_transposed ? found.num_rows : spec.in_features;
+
+  found.input_lead = CheckedLead(input, "input", num_from);
+  found.output_sizes = found.input_lead;
+  if (found.record_lead.empty()) {  // the matrices of a stack of inputs are one
+    found.num_inputs = Product(found.input_lead);
+    found.input_lead.clear();
+  } else {
+    const bool is_vector = found.input_lead.empty();
+    found.num_inputs = is_vector ? 1 : found.input_lead.back();
+    if (!is_vector) found.input_lead.pop_back();
+    found.lead = Broadcast(found.input_lead, found.record_lead);
+    found.output_sizes = found.lead;
+    if (!is_vector) found.output_sizes.push_back(found.num_inputs);
+  }
+  found.output_sizes.push_back(num_to);
+  return found;
+}
+
+// Calls multiply(weight, input, output) for each matrix of the stack.
+template <typename Multiply>
+Tensor ForEachMatrix(const Operands& operands, const Tensor& input, const Tensor& record,
+                     const RecordSpec& spec, Multiply multiply) {
+  Tensor output = input.NewEmpty(operands.output_sizes, input.dtype());
+  const int64_t num_matrices = Product(operands.lead);
+  if (output.numel() == 0) return output;
+  Weight weight{CurrentKernels(),  spec,   DTypeOf(input.dtype()), input.element_bytes(),
+                operands.num_rows, nullptr};
+  const uint8_t* const records = CheckedBytes(record, "record");
+  const uint8_t* const inputs = CheckedBytes(input, "input");
+  uint8_t* const outputs = CheckedBytes(output, "output");
+  const int64_t input_bytes = operands.num_inputs * input.sizes().back() * weight.element_bytes;
+  const int64_t output_bytes =
+      operands.num_inputs * operands.output_sizes.back() * weight.element_bytes;
+  for (int64_t i = 0; i < num_matrices; ++i) {
+    weight.record = records + StackIndex(operands.record_lead, operands.lead, i) *
+                                  operands.num_rows * spec.pitch();
+    multiply(weight, inputs + StackIndex(operands.input_lead, operands.lead, i) * input_bytes,
+             outputs + i * output_bytes);
+  }
+  return output;
+}
+
+}  // namespace
+
+Tensor Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
+              const Tensor* bias) {
+  const Operands operands = CheckedOperands(input, record, spec, /*is_transposed=*/true);
+  if (bias != nullptr) {
+    CheckedLead(*bias, "bias", operands.num_rows);
+    if (bias->dtype() != input.dtype() || bias->numel() != operands.num_rows) {
+      Refuse("bias has ", bias->numel(), " elements of dtype code ", bias->dtype(), ", expected ",
+             operands.num_rows, " of the input's dtype code ", input.dtype());
+    }
+    if (!bias->is_contiguous()) {
+      const Tensor contiguous = bias->Contiguous();
+      return Linear(input, record, spec, &contiguous);
+    }
+  }
+  if (!input.is_contiguous()) return Linear(input.Contiguous(), record, spec, bias);
+  if (!record.is_contiguous()) return Linear(input, record.Contiguous(), spec, bias);
+  const uint8_t* const bias_bytes = bias == nullptr ? nullptr : CheckedBytes(*bias, "bias");
+  return ForEachMatrix(operands, input, record, spec,
+                       [&](const Weight& weight, const uint8_t* from, uint8_t* to) {
+                         MultiplyByTransposed(weight, operands.num_inputs, from, bias_bytes, to);
+                       });
+}
+
+Tensor Matmul(const Tensor& input, const Tensor& record, const RecordSpec& spec) {
+  const Operands operands = CheckedOperands(input, record, spec, /*is_transposed=*/false);
+  if (!input.is_contiguous()) return Matmul(input.Contiguous(), record, spec);
+  if (!record.is_contiguous()) return Matmul(input, record.Contiguous(), spec);
+  return ForEachMatrix(operands, input, record, spec,
+                       [&](const Weight& weight, const uint8_t* from, uint8_t* to) {
+                         MultiplyBy(weight, operands.num_inputs, from, to);
+                       });
+}
+
+}  // namespace nf4tensor::cpu
