@@ -124,39 +124,4 @@ NF4TENSOR_HOST_DEVICE inline int64_t FirstBlock(const RecordSpec& spec, int64_t 
   return block < 0 ? 0 : block < spec.num_blocks() ? block : spec.num_blocks();
 }
 
-// Decodes the scales of one row on the host, in order, from a block on.
-class ScaleReader {
- public:
-  ScaleReader(const RecordSpec& spec, const uint8_t* row, int64_t first_block = 0)
-      : spec_(spec), row_(row), block_(first_block) {
-    if (!spec.has_segments()) return;
-    phase_ = LoadPhase(spec, row);
-    EnterSegment(SegmentOfBlock(spec, phase_, first_block));
-  }
-
-  float Next() {
-    const uint8_t* scales = row_ + spec_.scales_offset();
-    if (!spec_.has_segments()) return Load<float>(scales + 4 * block_++);
-    if (block_ == segment_end_) EnterSegment(segment_ + 1);
-    const uint8_t q = scales[block_++];
-    const bool is_square = spec_.scale_kind == ScaleKind::kSquare8;
-    return DecodeScale(is_square ? SquareLevel(q) : FloatFromBits(kDynamicMapBits[q]), pair_);
-  }
-
- private:
-  void EnterSegment(int64_t segment) {
-    segment_ = segment;
-    segment_end_ = FirstBlock(spec_, phase_, segment + 1);
-    pair_ = Load<SegmentPair>(row_ + spec_.pair_offset(segment));
-  }
-
-  const RecordSpec& spec_;
-  const uint8_t* row_;
-  SegmentPair pair_{};
-  int64_t phase_ = 0;
-  int64_t segment_ = 0;
-  int64_t segment_end_ = 0;
-  int64_t block_;
-};
-
 }  // namespace nf4tensor

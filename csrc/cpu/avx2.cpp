@@ -13,6 +13,7 @@ namespace nf4tensor::cpu {
 namespace {
 
 #include "cpu/avx2_decode.h"
+#include "cpu/avx2_dot.h"
 #include "cpu/dequantize_rows.h"
 #include "cpu/quantize_rows.h"
 #include "cpu/tiles.h"
@@ -186,6 +187,9 @@ const Kernels kAvx2Kernels = {
     {NarrowAll<Float32>, NarrowAll<BFloat16>, NarrowAll<Float16>},
     MultiplyTransposedWith<Avx2Vector>,
     MultiplyWith<Avx2Vector>,
+    /*max_dot_inputs=*/12,
+    {ArrangeWith<Float32>, ArrangeWith<BFloat16>, ArrangeWith<Float16>},
+    {DotRowsWith<Float32>, DotRowsWith<BFloat16>, DotRowsWith<Float16>},
 };
 
 }  // namespace nf4tensor::cpu

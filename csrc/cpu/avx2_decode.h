@@ -5,23 +5,45 @@ inline bool IsFinite(float value) {
   return (BitsFromFloat(value) & kInfinityBits) != kInfinityBits;
 }
 
-// Eight floats as the low halves of 32-bit integers, rounded to bfloat16.
-inline __m256i RoundToBFloat16(__m256 values) {
+// Eight floats rounded to bfloat16: the upper halves of 32-bit integers, with anything below.
+inline __m256i RoundUpperHalf(__m256 values) {
   const __m256i bits = _mm256_castps_si256(values);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
-  return _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
 }
 
-// The 16 scaled levels rounded to two bytes each, in order.
-inline __m256i RoundTable(BFloat16, __m256 low, __m256 high) {
-  const __m256i packed = _mm256_packus_epi32(RoundToBFloat16(low), RoundToBFloat16(high));
-  return _mm256_permute4x64_epi64(packed, 0xD8);
+// The same as the low halves, with zeros above.
+inline __m256i RoundToBFloat16(__m256 values) {
+  return _mm256_srli_epi32(RoundUpperHalf(values), 16);
 }
 
-inline __m256i RoundTable(Float16, __m256 low, __m256 high) {
-  const __m128i first = _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT);
-  return _mm256_set_m128i(_mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT), first);
+// Levels 0 to 3 and 8 to 11 of 16 from the first on: two such halves end in order, lane by lane,
+// when they are packed or interleaved.
+inline __m256 LoadQuarters(const float* levels) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(levels)),
+                              _mm_loadu_ps(levels + 8), 1);
+}
+
+// Each lane has eight entries of two bytes' tables, one table after the other: both lanes of
+// bytes[i] become table i.
+inline void SplitTables(__m256i tables, __m256i* bytes) {
+  const __m256i low = _mm256_permute2x128_si256(tables, tables, 0x00);
+  const __m256i high = _mm256_permute2x128_si256(tables, tables, 0x11);
+  bytes[0] = _mm256_unpacklo_epi64(low, high);
+  bytes[1] = _mm256_unpackhi_epi64(low, high);
+}
+
+// 16 levels times a factor, rounded to two bytes each, in order.
+inline __m256i RoundTable(BFloat16, const float* levels, __m256 factor) {
+  return _mm256_packus_epi32(RoundToBFloat16(_mm256_mul_ps(LoadQuarters(levels), factor)),
+                             RoundToBFloat16(_mm256_mul_ps(LoadQuarters(levels + 4), factor)));
+}
+
+inline __m256i RoundTable(Float16, const float* levels, __m256 factor) {
+  const __m256 low = _mm256_mul_ps(_mm256_loadu_ps(levels), factor);
+  const __m256 high = _mm256_mul_ps(_mm256_loadu_ps(levels + 8), factor);
+  return _mm256_set_m128i(_mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT),
+                          _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
 }
 
 inline void Put(uint8_t* out, __m256i values, bool stream) {
@@ -46,20 +68,15 @@ class TwoByteDecoder {
   void SetScale(const float* levels, float scale) {
     __m256i table;
     if (IsFinite(scale)) {
-      const __m256 factor = _mm256_set1_ps(scale);
-      table = RoundTable(Format{}, _mm256_mul_ps(_mm256_loadu_ps(levels), factor),
-                         _mm256_mul_ps(_mm256_loadu_ps(levels + 8), factor));
+      table = RoundTable(Format{}, levels, _mm256_set1_ps(scale));
     } else {  // NaN has one form only, which the instructions do not know
       alignas(32) Bits rounded[kNumCodes];
       RoundLevels<Format>(levels, scale, rounded);
       table = _mm256_load_si256(reinterpret_cast<const __m256i*>(rounded));
     }
-    const __m256i split = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0,
-                                           2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    // Low bytes of all 16, then high bytes of all 16.
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(table, split), 0xD8);
-    low_ = _mm256_permute2x128_si256(bytes, bytes, 0x00);
-    high_ = _mm256_permute2x128_si256(bytes, bytes, 0x11);
+    const __m256i by_byte = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,
+                                             0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    SplitTables(_mm256_shuffle_epi8(table, by_byte), bytes_);
   }
 
   void Decode(const uint8_t* packed, int64_t count, uint8_t* out) const {
@@ -88,8 +105,8 @@ class TwoByteDecoder {
 
   // codes: weights 0 to 15 in the low lane, 16 to 31 in the high one.
   void Put32(__m256i codes, uint8_t* out) const {
-    const __m256i low = _mm256_shuffle_epi8(low_, codes);
-    const __m256i high = _mm256_shuffle_epi8(high_, codes);
+    const __m256i low = _mm256_shuffle_epi8(bytes_[0], codes);
+    const __m256i high = _mm256_shuffle_epi8(bytes_[1], codes);
     const __m256i first = _mm256_unpacklo_epi8(low, high);   // weights 0 to 7 and 16 to 23
     const __m256i second = _mm256_unpackhi_epi8(low, high);  // weights 8 to 15 and 24 to 31
     const bool stream = stream_;
@@ -102,26 +119,24 @@ class TwoByteDecoder {
     const __m128i nibble = _mm_set1_epi8(15);
     const __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(bytes, 4), nibble),
                                             _mm_and_si128(bytes, nibble));
-    const __m128i low = _mm_shuffle_epi8(_mm256_castsi256_si128(low_), codes);
-    const __m128i high = _mm_shuffle_epi8(_mm256_castsi256_si128(high_), codes);
+    const __m128i low = _mm_shuffle_epi8(_mm256_castsi256_si128(bytes_[0]), codes);
+    const __m128i high = _mm_shuffle_epi8(_mm256_castsi256_si128(bytes_[1]), codes);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi8(low, high));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16), _mm_unpackhi_epi8(low, high));
   }
 
   bool stream_;
-  __m256i low_;
-  __m256i high_;
+  __m256i bytes_[2];  // the lower and the upper byte of every entry
 };
 
-// The 16 scaled levels, eight at a time, rounded to a format and widened again.
-inline __m256 RoundThrough(Float32, __m256 values) { return values; }
+// Eight scaled levels, rounded to a format and widened again, where the format has bytes for them.
+inline __m256i RoundThrough(Float32, __m256 values) { return _mm256_castps_si256(values); }
 
-inline __m256 RoundThrough(BFloat16, __m256 values) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(RoundToBFloat16(values), 16));
-}
+inline __m256i RoundThrough(BFloat16, __m256 values) { return RoundUpperHalf(values); }
 
-inline __m256 RoundThrough(Float16, __m256 values) {
-  return _mm256_cvtph_ps(_mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+inline __m256i RoundThrough(Float16, __m256 values) {
+  const __m128i rounded = _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
+  return _mm256_castps_si256(_mm256_cvtph_ps(rounded));
 }
 
 // Whether the lower half of a rounded float32 holds anything.
@@ -142,20 +157,20 @@ class FloatDecoder {
   }
 
   void SetScale(const float* levels, float scale) {
-    __m256 first, second;
+    __m256i first, second;
     if (IsFinite(scale)) {
       const __m256 factor = _mm256_set1_ps(scale);
-      first = RoundThrough(Format{}, _mm256_mul_ps(_mm256_loadu_ps(levels), factor));
-      second = RoundThrough(Format{}, _mm256_mul_ps(_mm256_loadu_ps(levels + 8), factor));
+      first = RoundThrough(Format{}, _mm256_mul_ps(LoadQuarters(levels), factor));
+      second = RoundThrough(Format{}, _mm256_mul_ps(LoadQuarters(levels + 4), factor));
     } else {  // NaN has one form only, which the instructions do not know
-      alignas(32) float rounded[kNumCodes];
+      float rounded[kNumCodes];
       for (int code = 0; code < kNumCodes; ++code) {
         rounded[code] = Format::Widen(Format::Round(levels[code] * scale));
       }
-      first = _mm256_load_ps(rounded);
-      second = _mm256_load_ps(rounded + 8);
+      first = _mm256_castps_si256(LoadQuarters(rounded));
+      second = _mm256_castps_si256(LoadQuarters(rounded + 4));
     }
-    SplitBytes(_mm256_castps_si256(first), _mm256_castps_si256(second));
+    SplitBytes(first, second);
   }
 
   void Decode(const uint8_t* packed, int64_t count, uint8_t* out) const {
@@ -190,26 +205,33 @@ class FloatDecoder {
     }
   }
 
+  // Calls body(v, weights) for eight vectors of 64 weights, in the order in which they come out
+  // (see avx2_dot.h).
+  template <typename Body>
+  void Decode64(const uint8_t* packed, Body body) const {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed));
+    const __m256i nibble = _mm256_set1_epi8(15);
+    const __m256i even = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+    const auto after = [&](int part) {
+      return [&body, part](int v, __m256i w) { body(part + v, w); };
+    };
+    Decode32InHalves(even, after(0));
+    Decode32InHalves(_mm256_and_si256(both, nibble), after(4));
+  }
+
  private:
   // The half that bfloat16 rounds away needs no look-up.
   static constexpr bool kHasLowHalf = HasLowHalf(Format{});
 
-  // Byte b of all 16 entries, in both lanes, becomes bytes_[b].
+  // Byte b of all 16 entries, in both lanes, becomes bytes_[b]. first has entries 0 to 3 and 8 to
+  // 11, second has the others.
   void SplitBytes(__m256i first, __m256i second) {
     const __m256i by_byte = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,
                                              0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     first = _mm256_shuffle_epi8(first, by_byte);
     second = _mm256_shuffle_epi8(second, by_byte);
-    const __m256i even = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
-    const __m256i odd = _mm256_setr_epi32(2, 6, 3, 7, 2, 6, 3, 7);
-    const __m256i high = _mm256_unpackhi_epi32(first, second);
-    bytes_[2] = _mm256_permutevar8x32_epi32(high, even);
-    bytes_[3] = _mm256_permutevar8x32_epi32(high, odd);
-    if constexpr (kHasLowHalf) {
-      const __m256i low = _mm256_unpacklo_epi32(first, second);
-      bytes_[0] = _mm256_permutevar8x32_epi32(low, even);
-      bytes_[1] = _mm256_permutevar8x32_epi32(low, odd);
-    }
+    SplitTables(_mm256_unpackhi_epi32(first, second), bytes_ + 2);
+    if constexpr (kHasLowHalf) SplitTables(_mm256_unpacklo_epi32(first, second), bytes_);
   }
 
   // 32 codes in 16 bytes: one code a byte, in an order that puts neighbours in place when bytes and
@@ -241,6 +263,25 @@ class FloatDecoder {
     put(1, _mm256_unpackhi_epi16(low[0], high[0]));
     put(2, _mm256_unpacklo_epi16(low[1], high[1]));
     put(3, _mm256_unpackhi_epi16(low[1], high[1]));
+  }
+
+  // As Decode32, but where nothing is in the lower half, masks and shifts do without interleaving:
+  // fewer units of a processor shuffle than do anything else.
+  template <typename Put>
+  void Decode32InHalves(__m256i codes, Put put) const {
+    if constexpr (kHasLowHalf) {
+      Decode32(codes, put);
+    } else {
+      const __m256i third = _mm256_shuffle_epi8(bytes_[2], codes);
+      const __m256i fourth = _mm256_shuffle_epi8(bytes_[3], codes);
+      const __m256i first_half = _mm256_unpacklo_epi8(third, fourth);
+      const __m256i second_half = _mm256_unpackhi_epi8(third, fourth);
+      const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
+      put(0, _mm256_slli_epi32(first_half, 16));
+      put(1, _mm256_and_si256(first_half, upper));
+      put(2, _mm256_slli_epi32(second_half, 16));
+      put(3, _mm256_and_si256(second_half, upper));
+    }
   }
 
   // 16 weights, of which count are in the record.

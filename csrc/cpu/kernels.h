@@ -50,6 +50,18 @@ using Multiply = void (*)(int64_t num_inputs, int64_t num_rows, int64_t num_pane
                           const float* input, int64_t input_pitch, const float* tile,
                           int64_t panel_pitch, float* output, int64_t output_panel_pitch);
 
+// Products of few inputs without a tile, for pieces of blocks of kDotStep columns.
+inline constexpr int64_t kDotStep = 64;
+
+// Puts count inputs, a multiple of kDotStep, in the order in which DotRows decodes weights.
+using ArrangeForDot = void (*)(int64_t count, const float* from, float* to);
+
+// output[m][n] += sum of input[m][k] * row[n][begin + k]; begin and end are multiples of kDotStep,
+// as is the spec's block size.
+using DotRows = void (*)(const RecordSpec& spec, int64_t num_rows, int64_t begin, int64_t end,
+                         const uint8_t* record, int64_t num_inputs, const float* input,
+                         int64_t input_pitch, float* output, int64_t output_pitch);
+
 struct Kernels {
   const char* isa;
   DequantizeRows dequantize[kNumDTypes];
@@ -59,6 +71,9 @@ struct Kernels {
   Narrow narrow[kNumDTypes];
   MultiplyTransposed multiply_transposed;
   Multiply multiply;
+  int64_t max_dot_inputs;  // up to how many inputs dot_rows is faster than a tile; 0: there is none
+  ArrangeForDot arrange_for_dot[kNumDTypes];
+  DotRows dot_rows[kNumDTypes];
 };
 
 extern const Kernels kScalarKernels;

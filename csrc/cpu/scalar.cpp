@@ -95,6 +95,9 @@ const Kernels kScalarKernels = {
     {NarrowEach<Float32>, NarrowEach<BFloat16>, NarrowEach<Float16>},
     MultiplyTransposedWith<FourFloats>,
     MultiplyWith<FourFloats>,
+    /*max_dot_inputs=*/0,
+    {},
+    {},
 };
 
 }  // namespace nf4tensor::cpu

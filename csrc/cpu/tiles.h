@@ -5,6 +5,8 @@
 // are float32, whatever the dtype of the result. The order of a sum depends on the lengths of its
 // tiles only, so that a row's result does not depend on the other rows, nor on threads.
 //
+// Needs dequantize_rows.h.
+//
 // A panel is kPanelWidth columns of a tile: panel p of row r starts at p * panel_pitch + r *
 // row_pitch. Columns past the end of a weight are zero, up to the end of the panel.
 //
@@ -41,20 +43,13 @@ template <typename Decoder>
 void DecodeTileWith(const RecordSpec& spec, int64_t num_rows, int64_t begin, int64_t end,
                     const uint8_t* __restrict__ record, TileLayout layout,
                     float* __restrict__ tile) {
-  const float* levels = Levels(spec.quant_type);
   Decoder decoder(/*stream=*/false);
   for (int64_t row = 0; row < num_rows; ++row, record += spec.pitch()) {
-    float* to = tile + row * layout.row_pitch;
-    int64_t column = begin;
-    ScaleReader scales(spec, record, begin / spec.block_size);
-    while (column < end) {
-      const int64_t block_end = (column / spec.block_size + 1) * spec.block_size;
-      const int64_t count = (block_end < end ? block_end : end) - column;
-      decoder.SetScale(levels, scales.Next());
+    float* const to = tile + row * layout.row_pitch;
+    ForEachBlock(spec, record, begin, end, decoder, [&](int64_t column, int64_t count) {
       decoder.DecodePanels(record + column / 2, count, layout.panel_pitch,
                            to + (column - begin) / kPanelWidth * layout.panel_pitch);
-      column += count;
-    }
+    });
   }
 }
 
@@ -91,14 +86,14 @@ void Dot(const float* __restrict__ input, const float* __restrict__ tile, int64_
 
 // The same for a number of inputs known at run time, at most kRows.
 template <typename Vector, int kRows>
-void DotRows(int64_t num_inputs, const float* input, const float* tile, int64_t pitch,
-             int64_t length, float* output, int64_t output_pitch) {
+void DotInputs(int64_t num_inputs, const float* input, const float* tile, int64_t pitch,
+               int64_t length, float* output, int64_t output_pitch) {
   // A single input leaves registers free, and too few sums to keep the multipliers busy.
   constexpr int kColumns = kRows == 1 ? kTileRowStep : 4;
   if constexpr (kRows > 1) {
     if (num_inputs < kRows) {
-      return DotRows<Vector, kRows - 1>(num_inputs, input, tile, pitch, length, output,
-                                        output_pitch);
+      return DotInputs<Vector, kRows - 1>(num_inputs, input, tile, pitch, length, output,
+                                          output_pitch);
     }
   }
   for (int n = 0; n < kTileRowStep; n += kColumns) {
@@ -118,8 +113,8 @@ void MultiplyTransposedWith(int64_t num_inputs, int64_t num_rows, int64_t length
     const int64_t last = first + kInputs < num_inputs ? first + kInputs : num_inputs;
     for (int64_t n = 0; n < num_rows; n += kTileRowStep) {
       for (int64_t m = first; m < last; m += Vector::kDotRows) {
-        DotRows<Vector, Vector::kDotRows>(last - m, input + m * pitch, tile + n * pitch, pitch,
-                                          length, output + m * output_pitch + n, output_pitch);
+        DotInputs<Vector, Vector::kDotRows>(last - m, input + m * pitch, tile + n * pitch, pitch,
+                                            length, output + m * output_pitch + n, output_pitch);
       }
     }
   }
