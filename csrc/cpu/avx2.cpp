@@ -187,7 +187,7 @@ const Kernels kAvx2Kernels = {
     {NarrowAll<Float32>, NarrowAll<BFloat16>, NarrowAll<Float16>},
     MultiplyTransposedWith<Avx2Vector>,
     MultiplyWith<Avx2Vector>,
-    /*max_dot_inputs=*/12,
+    /*max_dot_inputs=*/4,
     {ArrangeWith<Float32>, ArrangeWith<BFloat16>, ArrangeWith<Float16>},
     {DotRowsWith<Float32>, DotRowsWith<BFloat16>, DotRowsWith<Float16>},
 };

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import select
+from nf4tensor.kernels.native import release_workspace
 from nf4tensor.kernels.reference import zero_record
 from nf4tensor.kernels.schema import (
+    check_bias,
     check_dtype,
+    check_input,
     check_out,
     check_record,
     check_same_rows,
@@ -25,6 +28,7 @@ __all__ = [
     "matmul",
     "quantize",
     "quantize_into",
+    "release_workspace",
     "zero_record",
 ]
 
@@ -64,10 +68,23 @@ def dequantize_into(record: Tensor, spec: NF4Spec, out: Tensor) -> Tensor:
 
 
 def linear(input: Tensor, record: Tensor, spec: NF4Spec, bias: Tensor | None = None) -> Tensor:
-    """Return `input @ W.T + bias`, W decoded to the input's dtype; stacks of W broadcast."""
+    """Return `input @ W.T + bias`, W decoded to the input's dtype; stacks of W broadcast.
+
+    Sums are float32 and round once; their order depends on the sizes.
+
+    Raises:
+        DTypeError, ShapeError: The input or the bias does not fit the weight.
+    """
+    check_input(input, record, spec, spec.in_features)
+    check_bias(bias, input, record)
     return torch.ops.nf4tensor.linear.default(input, record, *spec.op_args, bias)
 
 
 def matmul(input: Tensor, record: Tensor, spec: NF4Spec) -> Tensor:
-    """Return `input @ W`, W decoded to the input's dtype."""
+    """Return `input @ W`, W decoded to the input's dtype: the gradient of `linear`.
+
+    Raises:
+        DTypeError, ShapeError: The input does not fit the weight.
+    """
+    check_input(input, record, spec, record.shape[-2] if record.dim() > 1 else 0)
     return torch.ops.nf4tensor.matmul.default(input, record, *spec.op_args)

@@ -118,6 +118,21 @@ def check_input(input: Tensor, record: Tensor, spec: NF4Spec, num_features: int)
         )
 
 
+def check_bias(bias: Tensor | None, input: Tensor, record: Tensor) -> None:
+    """Refuse a bias that cannot be added to the product.
+
+    Raises:
+        DTypeError: Its dtype is not the input's.
+        ShapeError: It is not one number for each row of the weight.
+    """
+    if bias is None:
+        return
+    if bias.dtype != input.dtype:
+        raise DTypeError(f"bias is {bias.dtype}, expected the input's {input.dtype}: cast it first")
+    if bias.dim() != 1 or bias.shape[0] != record.shape[-2]:
+        raise ShapeError(f"bias has shape {tuple(bias.shape)}, expected ({record.shape[-2]},)")
+
+
 @torch.library.register_fake("nf4tensor::quantize", lib=library)
 def _fake_quantize(weight: Tensor, *op_args: int) -> Tensor:
     spec = spec_of(*op_args)
@@ -168,6 +183,7 @@ def _fake_linear(input: Tensor, record: Tensor, *args: Any) -> Tensor:
     op_args, bias = args[:6], args[6] if len(args) > 6 else None
     spec = spec_of(*op_args)
     check_input(input, record, spec, spec.in_features)
+    check_bias(bias, input, record)
     weight = input.new_empty((*record.shape[:-1], spec.in_features))
     output = input @ weight.mT
     return output if bias is None else output + bias

@@ -15,6 +15,7 @@ from torch import Tensor
 from nf4tensor.errors import NF4TensorError
 from nf4tensor.kernels import native, reference
 from nf4tensor.kernels.schema import (
+    check_bias,
     check_dtype,
     check_input,
     check_out,
@@ -126,6 +127,7 @@ def _linear(input: Tensor, record: Tensor, *args: Any) -> Tensor:
     op_args, bias = args[:6], args[6] if len(args) > 6 else None
     spec = spec_of(*op_args)
     check_input(input, record, spec, spec.in_features)
+    check_bias(bias, input, record)
     weight = torch.ops.nf4tensor.dequantize.default(record, *op_args, input.dtype)
     if weight.dim() == 2:
         return torch.nn.functional.linear(input, weight, bias)

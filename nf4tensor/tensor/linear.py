@@ -53,8 +53,6 @@ def multiply(
     """Return `input @ weight`, or `input @ weight.mT`, plus bias, as autocast would."""
     input = autocast(input)
     bias = bias if bias is None else autocast(bias)
-    if bias is not None and bias.dtype != input.dtype:
-        raise DTypeError(f"bias is {bias.dtype}, expected the input's {input.dtype}: cast it first")
     if _is_transformed():
         fallback.warn_decoded("a product under torch.func or forward-mode differentiation")
         dense = weight.decode(input.dtype)
