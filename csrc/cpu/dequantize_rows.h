@@ -13,20 +13,40 @@ void RoundLevels(const float* levels, float scale, typename Format::Bits (&table
   for (int code = 0; code < kNumCodes; ++code) table[code] = Format::Round(levels[code] * scale);
 }
 
+// How many scales are decoded in one go, past the end of a segment too.
+constexpr int64_t kScalesAtOnce = 64;
+
 template <typename Decoder>
-void DequantizeRowsWith(const RecordSpec& spec, int64_t num_rows,
+void DequantizeRowsWith(const RecordSpec& shared_spec, int64_t num_rows,
                         const uint8_t* __restrict__ record, uint8_t* __restrict__ out,
                         bool stream) {
+  constexpr int64_t kBytes = sizeof(typename Decoder::Bits);
+  const RecordSpec spec = shared_spec;  // a copy, which compilers know that no store changes
   const float* levels = Levels(spec.quant_type);
-  const int64_t out_pitch = spec.in_features * static_cast<int64_t>(sizeof(typename Decoder::Bits));
+  const int64_t num_blocks = spec.num_blocks();
+  const int64_t pitch = spec.pitch();
+  const int64_t out_pitch = spec.in_features * kBytes;
+  const int64_t block_codes_bytes = spec.block_size / 2;
+  const int64_t block_bytes = spec.block_size * kBytes;
   Decoder decoder(stream && out_pitch % 32 == 0 && reinterpret_cast<uintptr_t>(out) % 32 == 0);
-  for (int64_t i = 0; i < num_rows; ++i, record += spec.pitch(), out += out_pitch) {
-    ScaleReader scales(spec, record);
-    for (int64_t begin = 0; begin < spec.in_features; begin += spec.block_size) {
-      decoder.SetScale(levels, scales.Next());
-      const int64_t left = spec.in_features - begin;
-      decoder.Decode(record + begin / 2, left < spec.block_size ? left : spec.block_size,
-                     out + begin * static_cast<int64_t>(sizeof(typename Decoder::Bits)));
+  ScaleReader reader(spec);
+  float scales[kScalesAtOnce];
+  for (int64_t i = 0; i < num_rows; ++i, record += pitch, out += out_pitch) {
+    const uint8_t* packed = record;
+    uint8_t* to = out;
+    int64_t left = spec.in_features;
+    reader.StartRow(record);
+    for (int64_t block = 0; block < num_blocks; block += kScalesAtOnce) {
+      const int64_t num_scales = std::min(num_blocks - block, kScalesAtOnce);
+      reader.Read(scales, num_scales);
+      for (int64_t j = 0; j < num_scales; ++j) {
+        const int64_t count = left < spec.block_size ? left : spec.block_size;
+        decoder.SetScale(levels, scales[j]);
+        decoder.Decode(packed, count, to);
+        packed += block_codes_bytes;
+        to += block_bytes;
+        left -= spec.block_size;
+      }
     }
   }
 }
