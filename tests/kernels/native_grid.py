@@ -4,6 +4,7 @@ For test_native_grid.py, and a program of its own for `make sanitize`: compiles 
 it is given and runs all that this processor has. No torch here.
 """
 
+import os
 import platform
 import re
 import subprocess
@@ -50,7 +51,7 @@ def of_this_machine() -> list[str]:
 class Toolchain:
     """A compiler, what it is given, and what runs its programs."""
 
-    compiler: str = "c++"
+    compiler: str = os.environ.get("CXX", "c++")
     flags: tuple[str, ...] = ()
     # Instead of the flags of each instruction set.
     isa_flags: tuple[str, ...] | None = None

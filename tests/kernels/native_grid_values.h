@@ -38,7 +38,7 @@ class Random {
 
 // What a scale, a step or a base can be: mostly a number as models have them.
 float AnyScale(Random& random) {
-  switch (random.Below(24)) {
+  switch (random.Below(26)) {
     case 0:
       return 0.0f;
     case 1:
@@ -61,6 +61,10 @@ float AnyScale(Random& random) {
       return random.Normal(14, 17);  // around float16's largest
     case 10:
       return random.Normal(125, 127);
+    case 11:  // a tie of bfloat16, at the level 1
+      return FloatFromBits((BitsFromFloat(random.Normal(-12, 2)) & 0xFFFF0000u) | 0x8000u);
+    case 12:  // a tie of float16
+      return FloatFromBits((BitsFromFloat(random.Normal(-12, 2)) & 0xFFFFE000u) | 0x1000u);
     default:
       return random.Normal(-12, 2);
   }
