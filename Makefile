@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all lint format finetune bench dist clean
+.PHONY: help setup test test-all sanitize lint format finetune bench dist clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 CPP := $(shell find csrc -type f)
+CPP_TESTS := $(shell find tests -name '*.cpp' -o -name '*.h')
 ARGS ?=
 
 # Waiting threads sleep: spinning ones make two cores slower than one where the machine is shared.
@@ -51,16 +52,20 @@ test: lint ## Lint, then the fast tests (ARGS: more arguments for pytest)
 test-all: lint ## Lint, then every test
 	$(BIN)/python -m pytest $(ARGS)
 
+sanitize: $(STAMP) ## Run the compiled kernels under address and undefined-behaviour sanitizers
+	$(BIN)/python -m tests.kernels.native_grid -g -O1 -fsanitize=address,undefined \
+	  -fno-sanitize-recover=all
+
 lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/clang-format --dry-run -Werror $(CPP) $(CPP_TESTS)
 	$(BIN)/mypy
 
 format: $(STAMP) ## Rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CPP)
+	$(BIN)/clang-format -i $(CPP) $(CPP_TESTS)
 
 finetune: $(STAMP) ## Run the example on a small model (ARGS: its arguments)
 	$(BIN)/python examples/finetune.py $(ARGS)

@@ -124,4 +124,74 @@ NF4TENSOR_HOST_DEVICE inline int64_t FirstBlock(const RecordSpec& spec, int64_t 
   return block < 0 ? 0 : block < spec.num_blocks() ? block : spec.num_blocks();
 }
 
+namespace {  // each instruction set compiles its own copy of what follows
+
+// Decodes the scales of rows on the host, each row's in order from a block on. Offsets of a spec
+// cost a division, so it keeps what it needs of them.
+class ScaleReader {
+ public:
+  explicit ScaleReader(const RecordSpec& spec)
+      : spec_(spec),
+        num_blocks_(spec.num_blocks()),
+        scales_offset_(spec.scales_offset()),
+        segments_offset_(spec.segments_offset()) {}
+
+  void StartRow(const uint8_t* row, int64_t first_block) {
+    row_ = row;
+    block_ = first_block;
+    if (!spec_.has_segments()) return;
+    phase_ = Load<uint32_t>(row + segments_offset_);
+    const bool is_first = phase_ + first_block < spec_.segment_length;
+    EnterSegment(is_first ? 0 : SegmentOfBlock(spec_, phase_, first_block));
+  }
+
+  // The next `count` scales, of the blocks that the row still has.
+  void Read(float* scales, int64_t count) {
+    if (!spec_.has_segments()) {
+      memcpy(scales, row_ + scales_offset_ + 4 * block_, 4 * count);
+      block_ += count;
+      return;
+    }
+    for (const float* const end = scales + count; scales < end;) {
+      if (block_ == segment_end_) EnterSegment(segment_ + 1);
+      const int64_t left = segment_end_ - block_;
+      const int64_t num = left < end - scales ? left : end - scales;
+      DecodeScales(row_ + scales_offset_ + block_, num, scales);
+      block_ += num;
+      scales += num;
+    }
+  }
+
+ private:
+  void DecodeScales(const uint8_t* q, int64_t count, float* scales) const {
+    const SegmentPair pair = pair_;
+    if (spec_.scale_kind == ScaleKind::kSquare8) {
+      for (int64_t i = 0; i < count; ++i) scales[i] = DecodeScale(SquareLevel(q[i]), pair);
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        scales[i] = DecodeScale(FloatFromBits(kDynamicMapBits[q[i]]), pair);
+      }
+    }
+  }
+
+  void EnterSegment(int64_t segment) {
+    segment_ = segment;
+    const int64_t end = (segment + 1) * spec_.segment_length - phase_;
+    segment_end_ = segment + 1 < spec_.num_segments && end < num_blocks_ ? end : num_blocks_;
+    pair_ = Load<SegmentPair>(row_ + segments_offset_ + 8 + 8 * segment);
+  }
+
+  const RecordSpec spec_;
+  const int64_t num_blocks_;
+  const int64_t scales_offset_;
+  const int64_t segments_offset_;
+  const uint8_t* row_ = nullptr;
+  SegmentPair pair_{};
+  int64_t phase_ = 0;
+  int64_t segment_ = 0;
+  int64_t segment_end_ = 0;
+  int64_t block_ = 0;
+};
+
+}  // namespace
 }  // namespace nf4tensor

@@ -13,8 +13,8 @@ namespace nf4tensor::cpu {
 namespace {
 
 #include "cpu/avx2_decode.h"
-#include "cpu/avx2_dot.h"
 #include "cpu/dequantize_rows.h"
+#include "cpu/dots.h"
 #include "cpu/quantize_rows.h"
 #include "cpu/tiles.h"
 
@@ -166,6 +166,12 @@ struct Avx2Vector {
   static Register MultiplyAdd(Register a, Register b, Register c) {
     return _mm256_fmadd_ps(a, b, c);
   }
+  static float Sum(Register values) {
+    const __m128 half =
+        _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+    const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+  }
   static void AddSums(Register a, Register b, Register c, Register d, float* to) {
     const Register pairs = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
@@ -188,8 +194,12 @@ const Kernels kAvx2Kernels = {
     MultiplyTransposedWith<Avx2Vector>,
     MultiplyWith<Avx2Vector>,
     /*max_dot_inputs=*/4,
-    {ArrangeWith<Float32>, ArrangeWith<BFloat16>, ArrangeWith<Float16>},
-    {DotRowsWith<Float32>, DotRowsWith<BFloat16>, DotRowsWith<Float16>},
+    {ArrangeWith<Avx2Vector, FloatDecoder<Float32>>,
+     ArrangeWith<Avx2Vector, FloatDecoder<BFloat16>>,
+     ArrangeWith<Avx2Vector, FloatDecoder<Float16>>},
+    {DotRowsWith<Avx2Vector, FloatDecoder<Float32>>,
+     DotRowsWith<Avx2Vector, FloatDecoder<BFloat16>>,
+     DotRowsWith<Avx2Vector, FloatDecoder<Float16>>},
 };
 
 }  // namespace nf4tensor::cpu

@@ -205,18 +205,24 @@ class FloatDecoder {
     }
   }
 
-  // Calls body(v, weights) for eight vectors of 64 weights, in the order in which they come out
-  // (see avx2_dot.h).
+  // Calls body(v, weights) for the eight registers of 64 weights, in the order in which they come
+  // out of the interleaving (see dots.h).
   template <typename Body>
   void Decode64(const uint8_t* packed, Body body) const {
-    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed));
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed));
     const __m256i nibble = _mm256_set1_epi8(15);
-    const __m256i even = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-    const auto after = [&](int part) {
-      return [&body, part](int v, __m256i w) { body(part + v, w); };
-    };
-    Decode32InHalves(even, after(0));
-    Decode32InHalves(_mm256_and_si256(both, nibble), after(4));
+    Decode32InHalves(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble),
+                     [&](int v, __m256i weights) { body(v, _mm256_castsi256_ps(weights)); });
+    Decode32InHalves(_mm256_and_si256(bytes, nibble),
+                     [&](int v, __m256i weights) { body(4 + v, _mm256_castsi256_ps(weights)); });
+  }
+
+  static int Position(int v, int lane) {
+    const int is_odd = v / 4;
+    const int half = v / 2 % 2;
+    const int part = v % 2;
+    const int place = kHasLowHalf ? 4 * part + lane % 4 : 2 * (lane % 4) + part;
+    return 2 * (16 * (lane / 4) + 8 * half + place) + is_odd;
   }
 
  private:

@@ -1,10 +1,8 @@
-// The choice of an instruction set at run time.
+// The choice of an instruction set at run time. No torch: a test links it without.
 #include "cpu/kernels.h"
 
 #include <atomic>
 #include <cstring>
-
-#include "torch_shim.h"
 
 namespace nf4tensor::cpu {
 namespace {
@@ -14,14 +12,30 @@ struct Candidate {
   bool (*is_supported)();  // by this processor; here, since no other code may ask it
 };
 
+#if defined(NF4TENSOR_AVX512) || defined(NF4TENSOR_AVX512VBMI)
+bool HasAvx512() {
+  return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+         __builtin_cpu_supports("avx512vl") != 0 && __builtin_cpu_supports("avx512dq") != 0;
+}
+#endif
+
 // Best first.
 const Candidate kCandidates[] = {
+#ifdef NF4TENSOR_AVX512VBMI
+    {kAvx512VbmiKernels, [] { return HasAvx512() && __builtin_cpu_supports("avx512vbmi") != 0; }},
+#endif
+#ifdef NF4TENSOR_AVX512
+    {kAvx512Kernels, HasAvx512},
+#endif
 #ifdef NF4TENSOR_AVX2
     {kAvx2Kernels,
      [] {
        return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0 &&
               __builtin_cpu_supports("f16c") != 0;
      }},
+#endif
+#ifdef NF4TENSOR_NEON
+    {kNeonKernels, [] { return true; }},  // every AArch64 processor has it
 #endif
     {kScalarKernels, [] { return true; }},
 };
@@ -42,11 +56,6 @@ std::atomic<const Kernels*>& Current() {
 }  // namespace
 
 const Kernels& CurrentKernels() { return *Current().load(std::memory_order_relaxed); }
-
-DType DTypeOf(int32_t torch_dtype) {
-  if (torch_dtype == aoti_torch_dtype_float32()) return kFloat32;
-  return torch_dtype == aoti_torch_dtype_bfloat16() ? kBFloat16 : kFloat16;
-}
 
 }  // namespace nf4tensor::cpu
 

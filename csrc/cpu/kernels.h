@@ -80,6 +80,15 @@ extern const Kernels kScalarKernels;
 #ifdef NF4TENSOR_AVX2
 extern const Kernels kAvx2Kernels;
 #endif
+#ifdef NF4TENSOR_AVX512
+extern const Kernels kAvx512Kernels;
+#endif
+#ifdef NF4TENSOR_AVX512VBMI
+extern const Kernels kAvx512VbmiKernels;
+#endif
+#ifdef NF4TENSOR_NEON
+extern const Kernels kNeonKernels;
+#endif
 
 // The kernels in use: of the best instruction set, until UseIsa says otherwise.
 const Kernels& CurrentKernels();

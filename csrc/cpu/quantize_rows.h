@@ -37,6 +37,29 @@ struct ScalarEncoder {
   }
 };
 
+// Thresholds in the order of a binary search: from place i it goes on to place 2 * i where the
+// weight is not above threshold i, else to 2 * i + 1. It starts at place 1 and ends past the last
+// place, which is a power of two minus one, by the number of thresholds below the weight.
+template <int kSize>
+constexpr Table<float, kNumCodes> MakeSearchTree(const Table<float, kSize>& thresholds) {
+  Table<float, kNumCodes> tree{};
+  for (int width = (kSize + 1) / 2, place = 1; width > 0; width /= 2) {
+    for (int i = width - 1; i < kSize; i += 2 * width) tree.values[place++] = thresholds[i];
+  }
+  return tree;
+}
+
+// FP4 codes by the number of thresholds below the magnitude, plus 8 for negative weights.
+template <typename T>
+constexpr Table<T, kNumCodes> MakeFp4CodesBySign() {
+  Table<T, kNumCodes> codes{};
+  for (int i = 0; i < kNumFp4Magnitudes; ++i) {
+    codes.values[i] = kFp4Codes[i];
+    codes.values[kNumFp4Magnitudes + i] = i == 0 ? kFp4Codes[0] : kFp4Codes[i] | kFp4SignBit;
+  }
+  return codes;
+}
+
 // Encodes one block and returns its absmax.
 template <template <typename, QuantType> class Encoder, typename Format, QuantType kQuantType>
 float QuantizeBlock(const uint8_t* weight, int64_t count, uint8_t* packed) {

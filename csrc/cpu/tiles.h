@@ -40,13 +40,16 @@ void NarrowEach(int64_t count, const float* __restrict__ from, uint8_t* __restri
 
 // Decodes columns [begin, end) of some rows; begin is a multiple of kPanelWidth.
 template <typename Decoder>
-void DecodeTileWith(const RecordSpec& spec, int64_t num_rows, int64_t begin, int64_t end,
+void DecodeTileWith(const RecordSpec& shared_spec, int64_t num_rows, int64_t begin, int64_t end,
                     const uint8_t* __restrict__ record, TileLayout layout,
                     float* __restrict__ tile) {
+  const RecordSpec spec = shared_spec;
+  const int64_t pitch = spec.pitch();
   Decoder decoder(/*stream=*/false);
-  for (int64_t row = 0; row < num_rows; ++row, record += spec.pitch()) {
+  ScaleReader reader(spec);
+  for (int64_t row = 0; row < num_rows; ++row, record += pitch) {
     float* const to = tile + row * layout.row_pitch;
-    ForEachBlock(spec, record, begin, end, decoder, [&](int64_t column, int64_t count) {
+    ForEachBlock(spec, reader, record, begin, end, decoder, [&](int64_t column, int64_t count) {
       decoder.DecodePanels(record + column / 2, count, layout.panel_pitch,
                            to + (column - begin) / kPanelWidth * layout.panel_pitch);
     });

@@ -50,7 +50,7 @@ def register_cpu() -> None:
 
 
 def isa() -> str:
-    """Return the instruction set whose kernels are in use: "avx2" or "scalar"."""
+    """Return the instruction set whose kernels are in use, such as "avx2" (see `select.py`)."""
     library = _load()
     assert library.handle is not None, f"isa() without a library: {library.reason}"
     return str(library.handle.nf4tensor_isa().decode())

@@ -1,8 +1,8 @@
 """Which backend computes which op on which device: the only place that registers kernels.
 
-`NF4TENSOR_BACKEND` (auto, cpu, reference) forces the choice, `NF4TENSOR_ISA` (scalar, avx2) that of
-the CPU's instruction set. `table()` says what was picked and
-why; `nf4tensor env` prints it.
+`NF4TENSOR_BACKEND` (auto, cpu, reference) forces the choice, `NF4TENSOR_ISA` that of the CPU's
+instruction set: avx512vbmi, avx512, avx2 or scalar on x86-64, neon or scalar on AArch64. `table()`
+says what was picked and why; `nf4tensor env` prints it.
 """
 
 import os

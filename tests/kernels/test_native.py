@@ -3,6 +3,7 @@
 What a record means is tested against the oracle in test_reference.py, through the same ops.
 """
 
+import contextlib
 import math
 
 import pytest
@@ -23,14 +24,24 @@ pytestmark = pytest.mark.skipif(
 INFINITY = math.inf
 
 
-@pytest.fixture(params=["scalar", "avx2"], autouse=True)
+def usable_isas() -> list[str]:
+    """The instruction sets of this processor; test_native_grid.py emulates the others."""
+    if native.unavailable_because() is not None:
+        return ["scalar"]
+    best, usable = native.isa(), []
+    for name in ("scalar", "neon", "avx2", "avx512", "avx512vbmi"):
+        with contextlib.suppress(NF4TensorError):
+            native.use_isa(name)
+            usable.append(name)
+    native.use_isa(best)
+    return usable
+
+
+@pytest.fixture(params=usable_isas(), autouse=True)
 def isa(request: pytest.FixtureRequest):
     """Each instruction set in turn."""
     best = native.isa()
-    try:
-        native.use_isa(request.param)
-    except NF4TensorError as error:
-        pytest.skip(str(error))
+    native.use_isa(request.param)
     yield request.param
     native.use_isa(best)
 

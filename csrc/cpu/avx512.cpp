@@ -1,0 +1,70 @@
+// The kernels for AVX-512 F, BW, VL and DQ. Compiled with those flags and entered only where the
+// processor has them all.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cpu/formats.h"
+#include "cpu/kernels.h"
+
+namespace nf4tensor::cpu {
+namespace {
+
+#include "cpu/dequantize_rows.h"
+#include "cpu/dots.h"
+#include "cpu/quantize_rows.h"
+#include "cpu/tiles.h"
+// Needs them.
+#include "cpu/avx512_blocks.h"
+#include "cpu/avx512_tiles.h"
+
+// Bytes move within 16 only, so each 16 of them are loaded into every place at once.
+struct Unpacker {
+  static void Words(const uint8_t* packed, __m512i (&index)[2]) {
+    index[0] = WordIndices(LoadPacked16(packed));
+    index[1] = WordIndices(LoadPacked16(packed + 16));
+  }
+
+  static void Dwords(const uint8_t* packed, __m512i (&index)[4]) {
+    const __m512i first = ShuffleDwords(LoadPacked16(packed));
+    const __m512i second = ShuffleDwords(LoadPacked16(packed + 16));
+    index[0] = DwordIndices(first, 0);
+    index[1] = DwordIndices(first, 1);
+    index[2] = DwordIndices(second, 0);
+    index[3] = DwordIndices(second, 1);
+  }
+};
+
+template <Path kPath>
+using ToFloat32 = Avx512FourByteDecoder<Unpacker, kPath>;
+template <Path kPath>
+using ToBFloat16 = Avx512TwoByteDecoder<BFloat16, Unpacker, kPath>;
+template <Path kPath>
+using ToFloat16 = Avx512TwoByteDecoder<Float16, Unpacker, kPath>;
+template <typename Format>
+using ToFloats = Avx512FloatDecoder<Format, Unpacker>;
+
+}  // namespace
+
+const Kernels kAvx512Kernels = {
+    "avx512",
+    {DequantizeRowsOnPath<ToFloat32>, DequantizeRowsOnPath<ToBFloat16>,
+     DequantizeRowsOnPath<ToFloat16>},
+    {QuantizeRowsWith<Avx512Encoder, Float32>, QuantizeRowsWith<Avx512Encoder, BFloat16>,
+     QuantizeRowsWith<Avx512Encoder, Float16>},
+    {DecodeTileWith<ToFloats<Float32>>, DecodeTileWith<ToFloats<BFloat16>>,
+     DecodeTileWith<ToFloats<Float16>>},
+    {Avx512Widen<Float32>, Avx512Widen<BFloat16>, Avx512Widen<Float16>},
+    {Avx512Narrow<Float32>, Avx512Narrow<BFloat16>, Avx512Narrow<Float16>},
+    MultiplyTransposedWith<Avx512Vector>,
+    MultiplyWith<Avx512Vector>,
+    /*max_dot_inputs=*/4,
+    {ArrangeWith<Avx512Vector, ToFloats<Float32>>, ArrangeWith<Avx512Vector, ToFloats<BFloat16>>,
+     ArrangeWith<Avx512Vector, ToFloats<Float16>>},
+    {DotRowsWith<Avx512Vector, ToFloats<Float32>>, DotRowsWith<Avx512Vector, ToFloats<BFloat16>>,
+     DotRowsWith<Avx512Vector, ToFloats<Float16>>},
+};
+
+}  // namespace nf4tensor::cpu
