@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +29,7 @@ INSTRUCTION_SETS = ("avx512", "avx2", "scalar")  # the best first
 QUICK = {"rounds": 2, "seconds": 0.2}
 HIDDEN = {"flops", "bytes"}  # of the JSON only
 
+Result = TypeVar("Result")
 Timing = dict[str, float]
 Row = dict[str, object]
 
@@ -79,7 +82,10 @@ def instruction_sets() -> list[str]:
 
 
 def race(
-    contestants: dict[str, Callable[[], object]], rounds: int, seconds: float = float("inf")
+    contestants: dict[str, Callable[[], Result]],
+    rounds: int,
+    seconds: float = float("inf"),
+    check: Callable[[str, Result], None] | None = None,
 ) -> dict[str, Timing]:
     """Let contestants take turns, every other round in the reverse order.
 
@@ -88,11 +94,15 @@ def race(
         rounds: most turns of each.
         seconds: a contestant whose first call says that it would need more than this gets fewer
             turns, at least three; one that takes more than SLOW_SECONDS a call keeps the first.
+        check: called with the name and the result of each first call, before all other calls.
 
     Returns:
         For each its median and quartiles in milliseconds, and the turns that they are of.
     """
-    first = {name: _seconds(run) for name, run in contestants.items()}
+    first = {
+        name: _seconds(run, partial(check, name) if check else None)
+        for name, run in contestants.items()
+    }
     turns = {
         name: 1 if once > SLOW_SECONDS else int(min(rounds, max(3, seconds / once)))
         for name, once in first.items()
@@ -113,10 +123,13 @@ def race(
     return {name: summary(values) for name, values in taken.items()}
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _seconds(run: Callable[[], Result], check: Callable[[Result], None] | None = None) -> float:
     start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    result = run()
+    seconds = time.perf_counter() - start
+    if check is not None:
+        check(result)
+    return seconds
 
 
 def summary(seconds: list[float]) -> Timing:

@@ -4,11 +4,12 @@ Each function returns contestants, or what makes them, and puts into `skipped` w
 not take part. Nothing here times or judges.
 """
 
+import contextlib
 import ctypes
 import importlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
@@ -28,13 +29,22 @@ def load(package: str, options, skipped: dict[str, str]) -> ModuleType | None:
     if options.no_peers:
         skipped[package] = "--no-peers"
         return None
-    logging.disable(logging.WARNING)  # of kernels for other processors that do not load
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with quiet():
             return importlib.import_module(MODULES[package])
     except ImportError as error:
         skipped[package] = f'{error}: pip install "nf4tensor[bench]"'
         return None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what the packages say when imported, such as of kernels for other processors."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(logging.NOTSET)
 
@@ -66,7 +76,8 @@ def bitsandbytes_kernel(bnb: ModuleType, packed, state, out: torch.Tensor) -> Ca
     Its Python call has no `out` on a CPU.
     """
     kernel = bnb.cextension.lib.cdequantize_blockwise_cpu_nf4_bf16
-    assert out.dtype == torch.bfloat16 and not state.nested
+    assert out.dtype == torch.bfloat16
+    assert not state.nested
     sizes = [ctypes.c_longlong(size) for size in (state.blocksize, *out.shape)]
     # The tensors, not their addresses: a call keeps them alive.
     tensors = (packed, state.absmax, out)

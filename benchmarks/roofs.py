@@ -43,7 +43,7 @@ def measure(threads: int, options) -> dict[str, float]:
     matrices, of which a processor with instructions for bfloat16 does more. Empty without a
     compiler.
     """
-    library, reason = _load()
+    library, _ = _load()
     if library is None:
         return {}
     num_bytes = (1 << 20) if options.quick else ROOF_BYTES
@@ -100,11 +100,11 @@ def twin(record: torch.Tensor, out: torch.Tensor, threads: int) -> Callable[[], 
     Returns:
         None where there is no compiler.
     """
-    library, reason = _load()
+    library, _ = _load()
     if library is None:
         return None
     rows, columns = out.shape
-    assert columns % 32 == 0 and out.data_ptr() % 64 == 0, "the twin has no code for a rest"
+    assert columns % 32 == out.data_ptr() % 64 == 0, "the twin has no code for a rest"
     out_step = 2 * CODES_BYTES * out.element_size()
     pitch, out_pitch = record.shape[1], columns * out.element_size()
     return lambda: library.nf4_twin(
