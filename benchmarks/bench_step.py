@@ -3,7 +3,7 @@
 Model, text, adapters and step are those of `examples/finetune.py`, in one process and not sharded:
 LoRA by PEFT, 4 sequences of 256 tokens. The dense base holds the decoded weights in the dtype that
 is computed in, so the first losses of both must agree. bfloat16 is measured on fewer tokens where
-the processor emulates it, one long step where even that is slow.
+the processor emulates it.
 """
 
 import copy
@@ -27,6 +27,7 @@ import report
 
 BATCH, SEQ_LEN = 4, 256
 QUICK_BATCH, QUICK_SEQ_LEN = 1, 16  # also of an emulated dtype
+SLOW_SECONDS = 60.0
 GOALS = {"dense": 1 / 1.05, "bitsandbytes": 1.3}  # of their time over ours; both in bfloat16
 # Of first losses. Dense and ours differ by the rounding of sums; bitsandbytes by its scales.
 LOSS_DISTANCE = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=LOSS_DISTANCE, nargs="+", default=list(LOSS_DISTANCE))
     options = harness.parse(parser, argv)
     example = example_options.parse(["--model", options.model])
+    example_options.check_packages()
     folder = example_options.model_folder(options.model)  # or says what to do
     report.quiet()
     skipped = {"roofs": reason} if (reason := roofs.unavailable_because()) else {}
@@ -71,14 +73,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             skipped[f"{name} at full size"] = "this processor emulates it: fewer tokens"
         size = (QUICK_BATCH, QUICK_SEQ_LEN) if options.quick or emulated else (BATCH, SEQ_LEN)
         tokens = load_tokens(folder, *size)
-        steps = contestants(folder, getattr(torch, name), example, options, skipped)
+        with peers.quiet():  # transformers and PEFT import what of the peers is installed
+            bases = make_bases(folder, getattr(torch, name), options, skipped)
+            steps = {base: step_of(model, example) for base, model in bases.items()}
+        # Forward and the gradient of each input; attention and adapters are left out.
+        flops = 4 * tokens.numel() * linear_weights(bases["nf4tensor"])
         losses = Losses(name)
         for threads in options.threads:
             torch.set_num_threads(threads)
             calls = {base: bind(step, tokens) for base, step in steps.items()}
-            times = harness.race(calls, options.rounds, options.seconds, losses.check)
+            times = harness.race(
+                calls, options.rounds, options.seconds, losses.check, slow=SLOW_SECONDS
+            )
             labels = {"compute": name, "batch": f"{size[0]} x {size[1]}", "threads": threads}
-            rows += summarize(times, losses.first, labels, emulated=emulated)
+            for base, row in summarize(times, flops, emulated, found[threads], name).items():
+                rows.append({**labels, "base": base, "first loss": losses.first[base], **row})
     title = f"one training step of {Path(folder).name}, LoRA of rank {example.lora_rank}"
     harness.report(
         "step", {title: rows}, options.results, roofs=roofs.present(found), skipped=skipped
@@ -93,8 +102,8 @@ def load_tokens(folder: Path, batch: int, seq_len: int) -> torch.Tensor:
     return corpus.load_chunks(corpus.DEFAULT, tokenizer, seq_len, batch, 1)[0]
 
 
-def contestants(folder: Path, dtype: torch.dtype, example, options, skipped):
-    """Return by name of the base a function that takes one step on some tokens."""
+def make_bases(folder: Path, dtype: torch.dtype, options, skipped) -> dict[str, nn.Module]:
+    """Return the frozen models by name, all but their 4-bit weights in the dtype."""
     from transformers import AutoModelForCausalLM
 
     original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -103,15 +112,21 @@ def contestants(folder: Path, dtype: torch.dtype, example, options, skipped):
     bases = {"nf4tensor": ours, "dense": dequantize_(copy.deepcopy(ours), dtype)}
     if (bnb := peers.load("bitsandbytes", options, skipped)) is not None:
         bases["bitsandbytes"] = with_bitsandbytes(bnb, original, ours, dtype)
-    steps = {}
-    for name, base in bases.items():
+    for base in bases.values():
         for parameter in base.parameters():  # embeddings and norms
             if type(parameter) is nn.Parameter and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        with peers.quiet():  # PEFT imports what of them is installed
-            adapted = finetune.add_adapters(base, example)
-        steps[name] = step_of(adapted, example)
-    return steps
+    return bases
+
+
+def linear_weights(model: nn.Module) -> int:
+    """Count the weights of a model's linear layers, without those of its adapters."""
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "lora" not in name
+    ]
+    return sum(layer.in_features * layer.out_features for layer in layers)
 
 
 def with_bitsandbytes(bnb, original: nn.Module, ours: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -129,9 +144,9 @@ def with_bitsandbytes(bnb, original: nn.Module, ours: nn.Module, dtype: torch.dt
     return model
 
 
-def step_of(model: nn.Module, example) -> Callable[[torch.Tensor], float]:
-    """Return the example's step over a model, which returns its loss."""
-    model.train()
+def step_of(base: nn.Module, example) -> Callable[[torch.Tensor], float]:
+    """Return the example's step, of adapters over a base; it returns the loss."""
+    model = finetune.add_adapters(base, example).train()
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=example.lr, weight_decay=0.0, foreach=True)
     return lambda tokens: finetune.take_step(model, optimizer, tokens).item()
@@ -142,16 +157,17 @@ def bind(step: Callable[[torch.Tensor], float], tokens: torch.Tensor) -> Callabl
     return lambda: step(tokens)
 
 
-def summarize(times, losses, labels: harness.Row, *, emulated: bool) -> list[harness.Row]:
-    """Make table rows; goals are those of the full size."""
+def summarize(times, flops: int, emulated: bool, roof, dtype: str) -> dict[str, harness.Row]:
+    """Return what a row says of each base; goals are those of the full size."""
     mine = times["nf4tensor"]["median_ms"]
-    rows = []
+    limit = roofs.share(flops / mine / 1e6, roof, f"{dtype} matmul GFLOP/s")
+    rows = {}
     for name, timing in times.items():
-        row = {**labels, "base": name, "first loss": losses[name], **harness.cells(timing)}
+        row = {**harness.cells(timing), "GFLOP/s": flops / timing["median_ms"] / 1e6}
         if name != "nf4tensor":
             goal = None if emulated else GOALS.get(name)
-            row |= harness.verdict(timing["median_ms"], mine, goal)
-        rows.append(row)
+            row |= harness.verdict(timing["median_ms"], mine, goal, limit)
+        rows[name] = row
     return rows
 
 

@@ -24,7 +24,7 @@ from nf4tensor.kernels import native
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UPS = 2
-SLOW_SECONDS = 3.0  # a contestant that takes longer is called once
+SLOW_SECONDS = 3.0
 INSTRUCTION_SETS = ("avx512", "avx2", "scalar")  # the best first
 QUICK = {"rounds": 2, "seconds": 0.2}
 HIDDEN = {"flops", "bytes"}  # of the JSON only
@@ -86,6 +86,8 @@ def race(
     rounds: int,
     seconds: float = float("inf"),
     check: Callable[[str, Result], None] | None = None,
+    *,
+    slow: float = SLOW_SECONDS,
 ) -> dict[str, Timing]:
     """Let contestants take turns, every other round in the reverse order.
 
@@ -93,7 +95,8 @@ def race(
         contestants: what to call, by name.
         rounds: most turns of each.
         seconds: a contestant whose first call says that it would need more than this gets fewer
-            turns, at least three; one that takes more than SLOW_SECONDS a call keeps the first.
+            turns, at least three.
+        slow: one that takes more than this many seconds a call is called once.
         check: called with the name and the result of each first call, before all other calls.
 
     Returns:
@@ -104,11 +107,11 @@ def race(
         for name, run in contestants.items()
     }
     turns = {
-        name: 1 if once > SLOW_SECONDS else int(min(rounds, max(3, seconds / once)))
+        name: 1 if once > slow else int(min(rounds, max(3, seconds / once)))
         for name, once in first.items()
     }
     taken: dict[str, list[float]] = {
-        name: [once] if once > SLOW_SECONDS else [] for name, once in first.items()
+        name: [once] if once > slow else [] for name, once in first.items()
     }
     for turn in range(1, WARM_UPS + rounds):
         names = list(contestants)

@@ -103,48 +103,37 @@ def draw(runs: dict[str, dict], dtype: str, path: Path) -> None:
     from matplotlib import pyplot
 
     counts = sorted({threads for run in runs.values() for threads in run["roofs"]}, key=int)
+    size = {"figsize": (7 * len(counts), 6.5), "layout": "constrained"}
     figure, panels = pyplot.subplots(
-        1, len(counts), figsize=(7 * len(counts), 6.5), sharey=True, squeeze=False
+        1, len(counts), sharex=True, sharey=True, squeeze=False, **size
     )
+    kernels = {}
     for axes, threads in zip(panels[0], counts, strict=True):
-        draw_panel(axes, roofs_of(runs, threads), list(points(runs, threads, dtype)))
-        axes.set_title(f"{threads} thread" + ("" if threads == "1" else "s"))
-        axes.set_xlabel("operations a byte moved (FLOP/byte)")
+        kernels |= draw_points(axes, list(points(runs, threads, dtype)))
+    left, right = panels[0][0].get_xlim()
+    for axes, threads in zip(panels[0], counts, strict=True):
+        draw_roofs(axes, roofs_of(runs, threads), left, right)
+        axes.set(title=f"threads: {threads}", xlabel="operations a byte moved (FLOP/byte)")
     panels[0][0].set_ylabel("operations a second (GFLOP/s)")
     some = next(iter(runs.values()))
     figure.suptitle(
         f"nf4tensor, {dtype}: {some['processor']}, {some['isa']}, commit {some['commit']}\n"
-        "one operation a weight for quantize and dequantize, two a weight and row for linear"
+        "one operation a weight for quantize and dequantize, two a weight and row for linear; "
+        "numbers are rows"
     )
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.set_layout_engine("constrained")
+    figure.legend(
+        kernels.values(), kernels, loc="outside lower center", ncols=len(kernels), frameon=False
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def draw_panel(axes, roof: dict[str, float], found: list[tuple]) -> None:
-    """Draw one panel: roofs as lines, kernels as points, labelled with the rows of the input."""
-    left = min((x for *_, x, _ in found), default=0.1) / 2
-    right = max((x for *_, x, _ in found), default=1000.0) * 2
-    top = max(roof[name] for name in COMPUTE)
-    for name, style in BANDWIDTHS.items():
-        end = min(right, top / roof[name])
-        axes.plot([left, end], [left * roof[name], end * roof[name]], style, color="black", lw=1)
-        axes.annotate(
-            f"{name.split()[0]} {roof[name]:.0f} GB/s",
-            (left, left * roof[name]),
-            (4, 12 if name.startswith("read") else -4),
-            textcoords="offset points",
-            fontsize=8,
-        )
-    for name, style in COMPUTE.items():
-        axes.plot([left, right], [roof[name]] * 2, style, color="tab:green", lw=1)
-        label = f"{name.removesuffix(' GFLOP/s')} {roof[name]:.0f} GFLOP/s"
-        axes.annotate(
-            label, (left, roof[name]), (4, 3), textcoords="offset points", fontsize=8, color="green"
-        )
+def draw_points(axes, found: list[tuple]) -> dict[str, object]:
+    """Draw kernels as points, labelled with the rows of the input; return them by name."""
+    axes.set(xscale="log", yscale="log")
+    axes.grid(alpha=0.3)
+    handles = {}
     for kind, marker in MARKERS.items():
         for whose, color in COLORS.items():
             some = [point for point in found if point[:2] == (kind, whose)]
@@ -153,13 +142,28 @@ def draw_panel(axes, roof: dict[str, float], found: list[tuple]) -> None:
             *_, xs, ys = zip(*some, strict=True)
             name = f"linear {kind}, {whose}" if kind in ("forward", "backward") else kind
             face = color if whose == "ours" else "none"
-            axes.plot(xs, ys, marker, color=color, markerfacecolor=face, label=name)
-            for (*_, rows, x, y), below in zip(some, [kind == "backward"] * len(some), strict=True):
-                axes.annotate(
-                    rows, (x, y), (5, -10 if below else 4), textcoords="offset points", fontsize=8
-                )
-    axes.set(xscale="log", yscale="log", xlim=(left, right))
-    axes.grid(alpha=0.3, which="both")
+            (handles[name],) = axes.plot(
+                xs, ys, marker, color=color, markerfacecolor=face, zorder=3
+            )
+            offset = (6, -11) if kind == "backward" else (-4, 7)
+            for *_, rows, x, y in some:
+                axes.annotate(rows, (x, y), offset, textcoords="offset points", fontsize=8)
+    return handles
+
+
+def draw_roofs(axes, roof: dict[str, float], left: float, right: float) -> None:
+    """Draw what the machine can do: slopes for bandwidths, level lines for operations."""
+    top = max(roof[name] for name in COMPUTE)
+    for name, style in BANDWIDTHS.items():
+        ends = (left, min(right, top / roof[name]))
+        label = f"{name.removesuffix(' GB/s')} {roof[name]:.1f} GB/s"
+        heights = [end * roof[name] for end in ends]
+        axes.plot(ends, heights, style, color="black", lw=1.2, label=label)
+    for name, style in COMPUTE.items():
+        label = f"{name.removesuffix(' GFLOP/s')} {roof[name]:.1f} GFLOP/s"
+        axes.plot([left, right], [roof[name]] * 2, style, color="tab:green", lw=1.2, label=label)
+    axes.set_xlim(left, right)
+    axes.legend(loc="best", fontsize=8, title="roofs of this run", title_fontsize=8)
 
 
 if __name__ == "__main__":
