@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 contestants["twin"] = twin
             if dtype == torch.bfloat16:
                 contestants |= others(weight, ours, out, options, skipped)
+            harness.say(f"dequantize to {dtype_name}, {threads} threads")
             times = harness.race(contestants, options.rounds, options.seconds)
             labels = {"to": dtype_name, "threads": threads}
             rows += summarize(times, ours, out, labels, found[threads])

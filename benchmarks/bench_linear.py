@@ -130,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for threads in options.threads:
                     torch.set_num_threads(threads)
                     for num_rows in rows:
+                        harness.say(
+                            f"{direction}, {shape}, {name}, {threads} threads, {num_rows} rows"
+                        )
                         case = make(num_rows, direction)
                         lines += measure(case, threads, pace, options, found[threads])
     harness.report("linear", tables, options.results, roofs=roofs.present(found), skipped=skipped)

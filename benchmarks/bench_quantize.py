@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             contestants = own(weight, spec, record, isas)
             if dtype == torch.bfloat16:
                 contestants |= others(weight, options, skipped)
+            harness.say(f"quantize from {dtype}, {threads} threads")
             times = harness.race(contestants, options.rounds, options.seconds)
             labels = {"from": str(dtype).removeprefix("torch."), "threads": threads}
             moved = weight.nbytes + record.nbytes

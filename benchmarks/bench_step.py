@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         losses = Losses(name)
         for threads in options.threads:
             torch.set_num_threads(threads)
+            harness.say(f"steps in {name}, {threads} threads")
             calls = {base: bind(step, tokens) for base, step in steps.items()}
             times = harness.race(
                 calls, options.rounds, options.seconds, losses.check, slow=SLOW_SECONDS

@@ -172,6 +172,11 @@ def verdict(theirs: float, ours: float, least: float | None, limit: str = "") ->
     return row | ({"met": "yes"} if ratio >= least else {"met": "no", "limit": limit})
 
 
+def say(text: str) -> None:
+    """Tell on standard error what is being measured: some of it takes minutes."""
+    print(f"measuring {text} ...", file=sys.stderr, flush=True)
+
+
 def environment() -> dict[str, object]:
     """Say what was measured: the command, the commit, the machine."""
     commit = subprocess.run(
