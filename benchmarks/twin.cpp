@@ -159,7 +159,8 @@ float nf4_multiply_add(int64_t rounds, int threads) {
     const Floats term = Floats{} + 1.0f;
     const Floats factor = term * 0.5f;
     Floats sums[12];
-    for (int j = 0; j < 12; ++j) sums[j] = term * static_cast<float>(j);  // alike, one is enough
+    for (int j = 0; j < 12; ++j)
+      sums[j] = term * static_cast<float>(j + 3);  // alike, one would do; 2 stays 2
     for (int64_t round = 0; round < rounds * 16 / kFloats; ++round) {
       for (int j = 0; j < 12; ++j) sums[j] = sums[j] * factor + term;
     }
