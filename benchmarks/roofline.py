@@ -147,7 +147,9 @@ def draw_points(axes, found: list[tuple]) -> dict[str, object]:
             )
             offset = (6, -11) if kind == "backward" else (-4, 7)
             for *_, rows, x, y in some:
-                axes.annotate(rows, (x, y), offset, textcoords="offset points", fontsize=8)
+                axes.annotate(
+                    rows, (x, y), offset, textcoords="offset points", fontsize=8, color=color
+                )
     return handles
 
 
