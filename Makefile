@@ -9,10 +9,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := $(VENV)/.peers
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 CPP := $(shell find csrc -type f)
-CPP_TESTS := $(shell find tests -name '*.cpp' -o -name '*.h')
+CPP_BESIDE := $(shell find tests benchmarks -name '*.cpp' -o -name '*.h')
 ARGS ?=
+RESULTS ?= benchmarks/results
 
 # Waiting threads sleep: spinning ones make two cores slower than one where the machine is shared.
 export OMP_WAIT_POLICY := passive
@@ -59,20 +61,29 @@ sanitize: $(STAMP) ## Run the compiled kernels under address and undefined-behav
 lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CPP) $(CPP_TESTS)
+	$(BIN)/clang-format --dry-run -Werror $(CPP) $(CPP_BESIDE)
 	$(BIN)/mypy
 
 format: $(STAMP) ## Rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CPP) $(CPP_TESTS)
+	$(BIN)/clang-format -i $(CPP) $(CPP_BESIDE)
 
 finetune: $(STAMP) ## Run the example on a small model (ARGS: its arguments)
 	$(BIN)/python examples/finetune.py $(ARGS)
 
-bench: $(STAMP) ## Measure the kernels on this machine
-	$(BIN)/python benchmarks/bench_dequantize.py $(ARGS)
-	$(BIN)/python benchmarks/bench_quantize.py $(ARGS)
+bench: $(PEERS) ## Measure the kernels here, beside those of others (ARGS: for each script)
+	for script in dequantize quantize linear; do \
+	  $(BIN)/python benchmarks/bench_$$script.py --results $(RESULTS) $(ARGS); done
+	$(BIN)/python benchmarks/roofline.py --results $(RESULTS)
+	$(BIN)/python benchmarks/bench_step.py --results $(RESULTS) $(ARGS)
+
+# The extra `bench` by name: pip would build nf4tensor again. Without a network the benchmarks run
+# too, and say who is missing.
+$(PEERS): $(STAMP)
+	@echo "installing bitsandbytes and torchao to compare with: 50 MB the first time"
+	@if $(PIP_INSTALL) bitsandbytes torchao matplotlib; then touch $@; \
+	  else echo "make: pip could not install them (see above): measuring without" >&2; fi
 
 dist: $(STAMP) ## Build the source archive and a wheel into dist/
 	NF4TENSOR_REQUIRE_COMPILED=1 $(BIN)/python -m build

@@ -1,83 +1,134 @@
-"""Dequantize a weight into a given output, beside a copy of the same output.
+"""Dequantize a weight into a given output: each instruction set, the machine, and the others.
 
-For each number of threads, instruction set, scale kind and dtype: milliseconds, and the time as a
-share of `copy_` of the decoded tensor, which moves 1.6 times the bytes. The result is compared with
-the reference, bit for bit, before anything is timed.
+The twin moves the same bytes and decodes nothing, `copy_` moves the decoded tensor, 1.6 times the
+bytes. bitsandbytes and torchao decode the same weight in their own formats. Whatever decodes is
+checked before anything is timed: ours bit for bit against the reference, with float32 scales bit
+for bit against bitsandbytes, the others by their distance from ours.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import harness
+import peers
+import roofs
 import torch
 
-from nf4tensor import to_nf4
+from nf4tensor import NF4Tensor, to_nf4
 from nf4tensor.kernels import native, reference
 
 SHAPE = (4096, 14336)
+QUICK_SHAPE = (64, 512)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-SCALES = {"square8": 256, "float32 scales": None}
+# What theirs / ours should be at least, with bfloat16 and 8-bit scales.
+GOALS = {
+    "avx512": {
+        "twin": 0.90,
+        "copy_": 1.0,
+        "bitsandbytes C": 1.6,
+        "bitsandbytes": 7.0,
+        "torchao": 50.0,
+    },
+    "avx2": {"twin": 0.80},
+}
+DOUBLE_QUANTIZATION = 1 / 1.03  # 8-bit scales cost at most 3 %
+# Relative distance of another format's weights from ours: both are within a tenth of the weight.
+NESTED, OTHER_SCALES = 0.005, 0.05
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run and report."""
-    options = harness.options(__doc__)
+    parser = harness.parser(__doc__)
+    parser.add_argument("--shape", type=harness.shape, help="rows x columns, a multiple of 32")
+    options = harness.parse(parser, argv)
+    shape = options.shape or (QUICK_SHAPE if options.quick else SHAPE)
+    isas = harness.instruction_sets()
     torch.manual_seed(0)
-    weight = torch.randn(SHAPE, dtype=torch.bfloat16)
-    quantized = {name: to_nf4(weight, scale_block_size=size) for name, size in SCALES.items()}
-    rows = []
-    isas = instruction_sets()
-    for dtype_name, dtype in DTYPES.items():
-        out, source = torch.empty(SHAPE, dtype=dtype), weight.to(dtype)
+    weight = torch.randn(shape, dtype=torch.bfloat16)
+    ours = {"square8": to_nf4(weight), "float32": to_nf4(weight, scale_block_size=None)}
+    skipped = {"roofs, twin": reason} if (reason := roofs.unavailable_because()) else {}
+    found, rows = {}, []
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        found[threads] = roofs.measure(threads, options)
+        for dtype_name, dtype in DTYPES.items():
+            out = torch.empty(shape, dtype=dtype)
+            contestants = own(ours, out, isas)
+            contestants["copy_"] = partial(out.copy_, weight.to(dtype))
+            if (twin := roofs.twin(ours["square8"].record, out, threads)) is not None:
+                contestants["twin"] = twin
+            if dtype == torch.bfloat16:
+                contestants |= others(weight, ours, out, options, skipped)
+            harness.say(f"dequantize to {dtype_name}, {threads} threads")
+            times = harness.race(contestants, options.rounds, options.seconds)
+            labels = {"to": dtype_name, "threads": threads}
+            rows += summarize(times, ours, out, labels, found[threads])
+    native.use_isa(isas[0])
+    title = f"dequantize {shape[0]}x{shape[1]}"
+    harness.report(
+        "dequantize", {title: rows}, options.results, roofs=roofs.present(found), skipped=skipped
+    )
+
+
+def own(ours: dict[str, NF4Tensor], out: torch.Tensor, isas: list[str]) -> peers.Contestants:
+    """Return our kernels, by instruction set and kind of scales, checked against the reference."""
+
+    def run(isa: str, tensor: NF4Tensor) -> torch.Tensor:
+        native.use_isa(isa)
+        return tensor.dequantize(out=out)
+
+    contestants = {}
+    for scales, tensor in ours.items():
+        expected = reference.dequantize(tensor.record, tensor.spec, out.dtype)
         for isa in isas:
-            native.use_isa(isa)
-            for tensor in quantized.values():
-                check(tensor, out)
-            for threads in options.threads:
-                torch.set_num_threads(threads)
-                contestants = {
-                    name: partial(tensor.dequantize, out=out) for name, tensor in quantized.items()
-                }
-                contestants["copy_"] = partial(out.copy_, source)
-                times = harness.race(contestants, options.rounds)
-                rows += summarize(times, quantized, (dtype_name, isa, threads), dtype.itemsize)
-    harness.report(f"dequantize {SHAPE[0]}x{SHAPE[1]}", rows, options.json)
+            contestants[f"{isa}, {scales} scales"] = partial(run, isa, tensor)
+            assert torch.equal(run(isa, tensor), expected), f"{isa} differs from the reference"
+    return contestants
 
 
-def instruction_sets() -> list[str]:
-    """Return the best instruction set and the plain one, where a library was compiled."""
-    if native.unavailable_because() is not None:
-        raise SystemExit(f"no compiled kernels: {native.unavailable_because()}")
-    return sorted({native.isa(), "scalar"})
+def others(weight, ours, out, options, skipped) -> peers.Contestants:
+    """Return the other packages' calls, checked."""
+    contestants: peers.Contestants = {}
+    ours_decoded = ours["square8"].dequantize()
+    if (bnb := peers.load("bitsandbytes", options, skipped)) is not None:
+        plain = peers.bitsandbytes_weight(bnb, weight, nested=False)
+        contestants["bitsandbytes C"] = peers.bitsandbytes_kernel(bnb, *plain, out)
+        contestants["bitsandbytes C"]()
+        assert torch.equal(out, ours["float32"].dequantize()), "bitsandbytes decodes other weights"
+        nested = peers.bitsandbytes_weight(bnb, weight, nested=True)
+        contestants["bitsandbytes"] = partial(bnb.functional.dequantize_4bit, *nested)
+        peers.check_close(contestants["bitsandbytes"](), ours_decoded, NESTED)
+    if (torchao := peers.load_torchao(weight, options, skipped)) is not None:
+        theirs = peers.torchao_weight(torchao, weight)
+        contestants["torchao"] = theirs.get_original_weight
+        peers.check_close(theirs.get_original_weight(), ours_decoded, OTHER_SCALES)
+    return contestants
 
 
-def check(tensor, out: torch.Tensor) -> None:
-    """Compare with the reference before timing."""
-    tensor.dequantize(out=out)
-    expected = reference.dequantize(tensor.record, tensor.spec, out.dtype)
-    assert torch.equal(out, expected)
-
-
-def summarize(times, quantized, labels, itemsize: int) -> list[dict[str, object]]:
-    """Make table rows of medians; bytes are those of records read and weights written."""
-    dtype, isa, threads = labels
-    copy_ms = times["copy_"]["median_ms"]
+def summarize(times, ours, out: torch.Tensor, labels: harness.Row, roof) -> list[harness.Row]:
+    """Make table rows: each instruction set with what it is compared with below it."""
+    moved = {name: 2 * out.nbytes if name == "copy_" else None for name in times}
+    moved["twin"] = ours["square8"].nbytes + out.nbytes
     rows = []
-    for name, tensor in quantized.items():
-        moved = tensor.nbytes + itemsize * tensor.numel()
-        rows.append(
-            {
-                "to": dtype,
-                "isa": isa,
-                "threads": threads,
-                "scales": name,
-                "ms": times[name]["median_ms"],
-                "q1": times[name]["q1_ms"],
-                "q3": times[name]["q3_ms"],
-                "GB/s": moved / times[name]["median_ms"] / 1e6,
-                "copy_ ms": copy_ms,
-                "of copy_": times[name]["median_ms"] / copy_ms,
-            }
-        )
+    for isa in dict.fromkeys(name.split(", ")[0] for name in times if name.endswith(" scales")):
+        mine = times[f"{isa}, square8 scales"]["median_ms"]
+        goals = dict(GOALS.get(isa, {})) if out.dtype == torch.bfloat16 else {}
+        if isa in GOALS:
+            goals[f"{isa}, float32 scales"] = DOUBLE_QUANTIZATION
+        for scales, tensor in ours.items():
+            moved[f"{isa}, {scales} scales"] = tensor.nbytes + out.nbytes
+        limit = roofs.share(moved["twin"] / mine / 1e6, roof, "copy GB/s")
+        for name, timing in times.items():
+            of_ours = name.endswith(" scales")
+            if of_ours != name.startswith(isa) or (isa == "scalar" and not of_ours):
+                continue
+            row = {**labels, "ours": isa, "contestant": name, **harness.cells(timing)}
+            if moved[name]:
+                rate = moved[name] / timing["median_ms"] / 1e6
+                row |= {"GB/s": rate, "bytes": moved[name], "flops": out.numel()}
+            if name != f"{isa}, square8 scales":
+                row |= harness.verdict(timing["median_ms"], mine, goals.get(name), limit)
+            rows.append(row)
     return rows
 
 

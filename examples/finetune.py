@@ -75,7 +75,6 @@ def fit(model, optimizer, chunks: torch.Tensor, run: dict, options) -> list[floa
         options: the command line.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    trainable = optimizer.param_groups[0]["params"]
     seconds = []
     model.train()
     done = len(run["train_losses"])
@@ -87,12 +86,7 @@ def fit(model, optimizer, chunks: torch.Tensor, run: dict, options) -> list[floa
         rows = corpus.batch_rows(len(chunks), options.batch, step, options.seed)
         mine = chunks[rows[rank::world]]
 
-        loss = model(input_ids=mine, labels=mine, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
+        loss = take_step(model, optimizer, mine)
         run["train_losses"].append(ranks.mean(loss))
         seconds.append(time.perf_counter() - start)
         progress.set_postfix(loss=f"{run['train_losses'][-1]:.3f}", refresh=False)
@@ -105,6 +99,16 @@ def fit(model, optimizer, chunks: torch.Tensor, run: dict, options) -> list[floa
     return seconds
 
 
+def take_step(model, optimizer, rows: torch.Tensor) -> torch.Tensor:
+    """Take one step on int64 rows of tokens and return the loss before it."""
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def build_model(options, folder: Path, device: torch.device, dtype: torch.dtype):
     """Load, quantize, add adapters, shard.
 
@@ -114,7 +118,6 @@ def build_model(options, folder: Path, device: torch.device, dtype: torch.dtype)
     Returns:
         The PEFT model around the sharded one.
     """
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     from nf4tensor import quantize_
@@ -123,6 +126,15 @@ def build_model(options, folder: Path, device: torch.device, dtype: torch.dtype)
     quantize_(model, skip=("lm_head",), freeze_base=True, progress=dist.get_rank() == 0)
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    peft_model = add_adapters(model, options)
+    shard(model, options, device, dtype)
+    return peft_model
+
+
+def add_adapters(model, options):
+    """Return the PEFT model around a frozen one; its adapters are float32."""
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(options.seed)  # the same adapters on every rank, and after a resume
     targets = options.lora_targets
     config = LoraConfig(
@@ -133,11 +145,9 @@ def build_model(options, folder: Path, device: torch.device, dtype: torch.dtype)
         target_modules=targets if targets == "all-linear" else targets.split(","),
     )
     try:
-        peft_model = get_peft_model(model, config)
+        return get_peft_model(model, config)
     except ValueError as error:
         raise SystemExit(f"--lora-targets {targets}: {error}") from None
-    shard(model, options, device, dtype)
-    return peft_model
 
 
 def shard(model, options, device: torch.device, dtype: torch.dtype) -> None:

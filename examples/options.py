@@ -91,11 +91,7 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: with the reason and the way out.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SystemExit(
-            f'missing packages: {", ".join(missing)}. Install: pip install "nf4tensor[hf,plot]"'
-        )
+    check_packages()
     for name in ("steps", "batch", "seq_len", "lora_rank", "eval_chunks", "checkpoint_every"):
         value = getattr(options, name)
         if value < 1:
@@ -113,6 +109,15 @@ def check(options: argparse.Namespace) -> None:
         num_gpus *= options.ranks // int(os.environ["LOCAL_WORLD_SIZE"])
     check_ranks(options, num_gpus)
     check_unfinished(options)
+
+
+def check_packages() -> None:
+    """Refuse to start without a package that is needed later."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f'missing packages: {", ".join(missing)}. Install: pip install "nf4tensor[hf,plot]"'
+        )
 
 
 def check_ranks(options: argparse.Namespace, num_gpus: int) -> None:
