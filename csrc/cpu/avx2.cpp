@@ -193,7 +193,7 @@ const Kernels kAvx2Kernels = {
     {NarrowAll<Float32>, NarrowAll<BFloat16>, NarrowAll<Float16>},
     MultiplyTransposedWith<Avx2Vector>,
     MultiplyWith<Avx2Vector>,
-    /*max_dot_inputs=*/4,
+    /*max_dot_inputs=*/1,
     {ArrangeWith<Avx2Vector, FloatDecoder<Float32>>,
      ArrangeWith<Avx2Vector, FloatDecoder<BFloat16>>,
      ArrangeWith<Avx2Vector, FloatDecoder<Float16>>},

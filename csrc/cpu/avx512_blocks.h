@@ -111,11 +111,11 @@ void DequantizeRowsOnPath(const RecordSpec& spec, int64_t num_rows, const uint8_
   const uint64_t places =
       reinterpret_cast<uintptr_t>(out) | (spec.in_features * kBytes) | (spec.block_size * kBytes);
   if (!stream || places % 32 != 0) {
-    DequantizeRowsWith<Decoder<Path::kCached>>(spec, num_rows, record, out, false);
+    DequantizeRowsWith<OneTable<Decoder<Path::kCached>>>(spec, num_rows, record, out, false);
   } else if (places % 64 != 0) {
-    DequantizeRowsWith<Decoder<Path::kHalfLines>>(spec, num_rows, record, out, true);
+    DequantizeRowsWith<OneTable<Decoder<Path::kHalfLines>>>(spec, num_rows, record, out, true);
   } else {
-    DequantizeRowsWith<Decoder<Path::kLines>>(spec, num_rows, record, out, true);
+    DequantizeRowsWith<OneTable<Decoder<Path::kLines>>>(spec, num_rows, record, out, true);
   }
 }
 

@@ -25,8 +25,9 @@ class Avx512FloatDecoder {
 
   void DecodePanels(const uint8_t* packed, int64_t count, int64_t panel_pitch, float* to) const {
     for (; count >= kDotStep; count -= kDotStep, packed += 32, to += 4 * panel_pitch) {
-      Decode64(packed,
-               [&](int v, __m512 weights) { _mm512_storeu_ps(to + v * panel_pitch, weights); });
+      __m512i index[4];
+      Unpacker::Dwords(packed, index);
+      for (int v = 0; v < 4; ++v) _mm512_storeu_ps(to + v * panel_pitch, LookUp(index[v]));
     }
     for (; count > 0; count -= kPanelWidth, packed += 8, to += panel_pitch) {
       const int64_t num = count < kPanelWidth ? count : kPanelWidth;
@@ -40,10 +41,10 @@ class Avx512FloatDecoder {
   void Decode64(const uint8_t* packed, Body body) const {
     __m512i index[4];
     Unpacker::Dwords(packed, index);
-    body(0, LookUp(index[0]));
-    body(1, LookUp(index[1]));
-    body(2, LookUp(index[2]));
-    body(3, LookUp(index[3]));
+    body(Place<0>(), LookUp(index[0]));
+    body(Place<1>(), LookUp(index[1]));
+    body(Place<2>(), LookUp(index[2]));
+    body(Place<3>(), LookUp(index[3]));
   }
 
   static int Position(int v, int lane) { return 16 * v + lane; }

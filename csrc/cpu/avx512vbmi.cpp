@@ -45,7 +45,7 @@ using ToBFloat16 = Avx512TwoByteDecoder<BFloat16, Unpacker, kPath>;
 template <Path kPath>
 using ToFloat16 = Avx512TwoByteDecoder<Float16, Unpacker, kPath>;
 template <typename Format>
-using ToFloats = Avx512FloatDecoder<Format, Unpacker>;
+using ToFloats = OneTable<Avx512FloatDecoder<Format, Unpacker>>;
 
 }  // namespace
 

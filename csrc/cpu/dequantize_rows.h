@@ -2,18 +2,38 @@
 // translation units only, inside an anonymous namespace: code for one processor must not be linked
 // into the code for another.
 //
-// A Decoder<DType> turns blocks into weights:
-//   Bits                          the type of an output element
-//   SetScale(levels, scale)       scales and rounds the 16 levels, once a block
-//   Decode(packed, count, out)    looks `count` weights up, from an even position of the row
+// A Decoder turns blocks into weights:
+//   Bits                               the type of an output element
+//   MakeTables(levels, scales, count)  scales and rounds the 16 levels for each of some scales
+//   TableOf(i)                         what it made of scale i, which does
+//     Decode(packed, count, out)       looks `count` weights up, from an even position of the row
 #pragma once
 
-// Calls decode(column, count) for each piece of a block in columns [begin, end) of a row, after
-// SetScale with the block's scale.
+// A Decoder that is a table itself, and makes it by SetScale(levels, scale) when it is used.
+template <typename Table>
+class OneTable : public Table {
+ public:
+  using Table::Table;
+
+  void MakeTables(const float* levels, const float* scales, int64_t) {
+    levels_ = levels;
+    scales_ = scales;
+  }
+  const Table& TableOf(int64_t i) {
+    Table::SetScale(levels_, scales_[i]);
+    return *this;
+  }
+
+ private:
+  const float* levels_ = nullptr;
+  const float* scales_ = nullptr;
+};
+
+// Calls decode(table, column, count) for each piece of a block in columns [begin, end) of a row,
+// with the table of the block's scale.
 template <typename Decoder, typename Decode>
 inline void ForEachBlock(const RecordSpec& spec, ScaleReader& reader, const uint8_t* row,
                          int64_t begin, int64_t end, Decoder& decoder, Decode decode) {
-  constexpr int64_t kScalesAtOnce = 64;  // in a loop that is vectorized
   float scales[kScalesAtOnce];
   const float* levels = Levels(spec.quant_type);
   const int shift = __builtin_ctzll(spec.block_size);  // a power of two
@@ -24,14 +44,24 @@ inline void ForEachBlock(const RecordSpec& spec, ScaleReader& reader, const uint
     const int64_t left = end_block - block;
     const int64_t count = left < kScalesAtOnce ? left : kScalesAtOnce;
     reader.Read(scales, count);
+    decoder.MakeTables(levels, scales, count);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t block_end = (block + i + 1) << shift;
       const int64_t next = block_end < end ? block_end : end;
-      decoder.SetScale(levels, scales[i]);
-      decode(column, next - column);
+      decode(decoder.TableOf(i), column, next - column);
       column = next;
     }
   }
+}
+
+// Asks for columns [begin, end) of a row that comes later: no processor sees where the next piece
+// is, and none waits for memory that is past the end of a record. Always inlined: a function that
+// only prefetches has no effect for GCC, which drops its calls.
+__attribute__((always_inline)) inline void PrefetchRow(const RecordSpec& spec, const uint8_t* row,
+                                                       int64_t begin, int64_t end) {
+  for (int64_t i = begin / 2; i < end / 2; i += 64) __builtin_prefetch(row + i);
+  __builtin_prefetch(row + spec.scales_offset() + begin / spec.block_size);
+  __builtin_prefetch(row + spec.segments_offset());
 }
 
 template <typename Decoder>
@@ -45,9 +75,10 @@ void DequantizeRowsWith(const RecordSpec& shared_spec, int64_t num_rows,
   Decoder decoder(stream && out_pitch % 32 == 0 && reinterpret_cast<uintptr_t>(out) % 32 == 0);
   ScaleReader reader(spec);
   for (int64_t i = 0; i < num_rows; ++i, record += pitch, out += out_pitch) {
+    PrefetchRow(spec, record + 2 * pitch, 0, spec.in_features);
     ForEachBlock(spec, reader, record, 0, spec.in_features, decoder,
-                 [&](int64_t column, int64_t count) {
-                   decoder.Decode(record + column / 2, count, out + column * kBytes);
+                 [&](const auto& table, int64_t column, int64_t count) {
+                   table.Decode(record + column / 2, count, out + column * kBytes);
                  });
   }
 }

@@ -4,7 +4,8 @@
 //
 // Beside what tiles.h asks for:
 //   Vector::Sum(register)                 the sum of its lanes
-//   FloatDecoder::Decode64(packed, body)  calls body(v, weights) for each register of 64 weights
+//   a table's Decode64(packed, body)      calls body(Place<v>(), weights) for each register of 64
+//                                         weights
 //   FloatDecoder::Position(v, lane)       which of the 64 that weight is
 
 template <typename Vector, typename Decoder>
@@ -18,36 +19,76 @@ void ArrangeWith(int64_t count, const float* __restrict__ from, float* __restric
   }
 }
 
+// Sums of some inputs, a number of them each. Not an array: compilers would keep it in memory.
+template <typename Vector, int kInputs, int kChains>
+class Sums {
+ public:
+  // Adds the products of a register of weights to one sum of each input.
+  template <int kChain>
+  void Add(const float* values, int64_t pitch, typename Vector::Register weights) {
+    own_.template Add<kChain>(Vector::Load(values), weights);
+    others_.template Add<kChain>(values + pitch, pitch, weights);
+  }
+  void AddTo(float* output, int64_t pitch) const {
+    *output += own_.Total();
+    others_.AddTo(output + pitch, pitch);
+  }
+
+ private:
+  Sums<Vector, 1, kChains> own_;
+  Sums<Vector, kInputs - 1, kChains> others_;
+};
+
+template <typename Vector, int kChains>
+class Sums<Vector, 1, kChains> {
+ public:
+  template <int kChain>
+  void Add(const float* values, int64_t, typename Vector::Register weights) {
+    Add<kChain>(Vector::Load(values), weights);
+  }
+  template <int kChain>
+  void Add(typename Vector::Register values, typename Vector::Register weights) {
+    if constexpr (kChain == kChains - 1) {
+      last_ = Vector::MultiplyAdd(values, weights, last_);
+    } else {
+      before_.template Add<kChain>(values, weights);
+    }
+  }
+  void AddTo(float* output, int64_t) const { *output += Total(); }
+  float Total() const { return before_.Total() + Vector::Sum(last_); }
+
+ private:
+  Sums<Vector, 1, kChains - 1> before_;
+  typename Vector::Register last_ = Vector::Zero();
+};
+
+template <typename Vector>
+class Sums<Vector, 1, 0> {
+ public:
+  float Total() const { return 0.0f; }
+};
+
 // output[m * output_pitch] += input[m] . row, over columns [begin, end). Sums of few inputs are
 // taken apart, or each would wait for the one before.
 template <typename Vector, typename Decoder, int kInputs>
 void DotRow(const RecordSpec& spec, ScaleReader& reader, const uint8_t* __restrict__ row,
             int64_t begin, int64_t end, const float* __restrict__ input, int64_t input_pitch,
             float* __restrict__ output, int64_t output_pitch) {
-  constexpr int kChains = kInputs == 1 ? 4 : 2;
-  typename Vector::Register sums[kInputs][kChains];
-  for (auto& chains : sums) {
-    for (auto& sum : chains) sum = Vector::Zero();
-  }
+  constexpr int kChains = kInputs == 1 ? 4 : 4 * kInputs < Vector::kSums ? 2 : 1;
+  Sums<Vector, kInputs, kChains> sums;
   Decoder decoder(/*stream=*/false);
-  ForEachBlock(spec, reader, row, begin, end, decoder, [&](int64_t column, int64_t count) {
-    for (int64_t i = column; i < column + count; i += kDotStep) {
-      const float* values = input + (i - begin);
-      decoder.Decode64(row + i / 2, [&](int v, typename Vector::Register weights) {
-#pragma GCC unroll 4
-        for (int m = 0; m < kInputs; ++m) {
-          sums[m][v % kChains] =
-              Vector::MultiplyAdd(Vector::Load(values + m * input_pitch + v * Vector::kLanes),
-                                  weights, sums[m][v % kChains]);
-        }
-      });
-    }
-  });
-  for (int m = 0; m < kInputs; ++m) {
-    float sum = 0.0f;
-    for (int chain = 0; chain < kChains; ++chain) sum += Vector::Sum(sums[m][chain]);
-    output[m * output_pitch] += sum;
-  }
+  ForEachBlock(spec, reader, row, begin, end, decoder,
+               [&](const auto& table, int64_t column, int64_t count) {
+                 for (int64_t i = column; i < column + count; i += kDotStep) {
+                   const float* values = input + (i - begin);
+                   table.Decode64(row + i / 2, [&](auto place, typename Vector::Register weights) {
+                     constexpr int v = decltype(place)::kValue;
+                     sums.template Add<v % kChains>(values + v * Vector::kLanes, input_pitch,
+                                                    weights);
+                   });
+                 }
+               });
+  sums.AddTo(output, output_pitch);
 }
 
 template <typename Vector, typename Decoder>
@@ -62,6 +103,7 @@ void DotRowsWith(const RecordSpec& shared_spec, int64_t num_rows, int64_t begin,
       DotRow<Vector, Decoder, 1>, DotRow<Vector, Decoder, 2>, DotRow<Vector, Decoder, 3>,
       DotRow<Vector, Decoder, 4>};
   for (int64_t n = 0; n < num_rows; ++n, record += pitch) {
+    PrefetchRow(spec, record + 4 * pitch, begin, end);
     for (int64_t m = 0; m < num_inputs; m += kMost) {
       const int64_t count = num_inputs - m < kMost ? num_inputs - m : kMost;
       kDots[count - 1](spec, reader, record, begin, end, input + m * input_pitch, input_pitch,

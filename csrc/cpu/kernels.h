@@ -10,6 +10,9 @@ namespace nf4tensor::cpu {
 // The indices of the float dtypes in the tables below.
 enum DType : int { kFloat32, kBFloat16, kFloat16, kNumDTypes };
 
+// How many scales of a row are decoded at once, in loops over all of them.
+inline constexpr int64_t kScalesAtOnce = 32;
+
 // Decodes num_rows records [pitch] to weights [in_features]; past the caches where told to stream.
 using DequantizeRows = void (*)(const RecordSpec& spec, int64_t num_rows, const uint8_t* record,
                                 uint8_t* out, bool stream);
@@ -52,6 +55,12 @@ using Multiply = void (*)(int64_t num_inputs, int64_t num_rows, int64_t num_pane
 
 // Products of few inputs without a tile, for pieces of blocks of kDotStep columns.
 inline constexpr int64_t kDotStep = 64;
+
+// A number that compilers know: sums that are picked by it stay in registers.
+template <int kNumber>
+struct Place {
+  static constexpr int kValue = kNumber;
+};
 
 // Puts count inputs, a multiple of kDotStep, in the order in which DotRows decodes weights.
 using ArrangeForDot = void (*)(int64_t count, const float* from, float* to);

@@ -164,34 +164,42 @@ class FloatDecoder {
 
   template <typename Body>
   void Decode64(const uint8_t* packed, Body body) const {
-#pragma GCC unroll 4
-    for (int part = 0; part < 4; ++part) {
-      Decode16(Unpack16(packed + 8 * part),
-               [&](int v, float32x4_t weights) { body(4 * part + v, weights); });
-    }
+    Decode16At<0>(packed, body);
+    Decode16At<4>(packed + 8, body);
+    Decode16At<8>(packed + 16, body);
+    Decode16At<12>(packed + 24, body);
   }
 
   static int Position(int v, int lane) { return 4 * v + lane; }
 
   void Put16(uint8x16_t codes, uint8_t* out) const {
-    Decode16(codes, [&](int v, float32x4_t weights) {
-      vst1q_u8(out + 16 * v, vreinterpretq_u8_f32(weights));
-    });
+    float32x4_t weights[4];
+    Decode16(codes, weights);
+    for (int v = 0; v < 4; ++v) vst1q_u8(out + 16 * v, vreinterpretq_u8_f32(weights[v]));
   }
 
  private:
-  template <typename Body>
-  void Decode16(uint8x16_t codes, Body body) const {
+  void Decode16(uint8x16_t codes, float32x4_t (&weights)[4]) const {
     uint8x16_t bytes[4];
     for (int i = 0; i < 4; ++i) bytes[i] = vqtbl1q_u8(table_[i], codes);
     const uint16x8_t low[2] = {vreinterpretq_u16_u8(vzip1q_u8(bytes[0], bytes[1])),
                                vreinterpretq_u16_u8(vzip2q_u8(bytes[0], bytes[1]))};
     const uint16x8_t high[2] = {vreinterpretq_u16_u8(vzip1q_u8(bytes[2], bytes[3])),
                                 vreinterpretq_u16_u8(vzip2q_u8(bytes[2], bytes[3]))};
-    body(0, vreinterpretq_f32_u16(vzip1q_u16(low[0], high[0])));
-    body(1, vreinterpretq_f32_u16(vzip2q_u16(low[0], high[0])));
-    body(2, vreinterpretq_f32_u16(vzip1q_u16(low[1], high[1])));
-    body(3, vreinterpretq_f32_u16(vzip2q_u16(low[1], high[1])));
+    weights[0] = vreinterpretq_f32_u16(vzip1q_u16(low[0], high[0]));
+    weights[1] = vreinterpretq_f32_u16(vzip2q_u16(low[0], high[0]));
+    weights[2] = vreinterpretq_f32_u16(vzip1q_u16(low[1], high[1]));
+    weights[3] = vreinterpretq_f32_u16(vzip2q_u16(low[1], high[1]));
+  }
+
+  template <int kFirst, typename Body>
+  void Decode16At(const uint8_t* packed, Body& body) const {
+    float32x4_t weights[4];
+    Decode16(Unpack16(packed), weights);
+    body(Place<kFirst>(), weights[0]);
+    body(Place<kFirst + 1>(), weights[1]);
+    body(Place<kFirst + 2>(), weights[2]);
+    body(Place<kFirst + 3>(), weights[3]);
   }
 
   uint8x16_t table_[4];
@@ -342,23 +350,25 @@ void NeonWiden(int64_t count, const uint8_t* from, float* to) {
 
 const Kernels kNeonKernels = {
     "neon",
-    {DequantizeRowsWith<FloatDecoder<Float32>>, DequantizeRowsWith<TwoByteDecoder<BFloat16>>,
-     DequantizeRowsWith<TwoByteDecoder<Float16>>},
+    {DequantizeRowsWith<OneTable<FloatDecoder<Float32>>>,
+     DequantizeRowsWith<OneTable<TwoByteDecoder<BFloat16>>>,
+     DequantizeRowsWith<OneTable<TwoByteDecoder<Float16>>>},
     {QuantizeRowsWith<NeonEncoder, Float32>, QuantizeRowsWith<NeonEncoder, BFloat16>,
      QuantizeRowsWith<NeonEncoder, Float16>},
-    {DecodeTileWith<FloatDecoder<Float32>>, DecodeTileWith<FloatDecoder<BFloat16>>,
-     DecodeTileWith<FloatDecoder<Float16>>},
+    {DecodeTileWith<OneTable<FloatDecoder<Float32>>>,
+     DecodeTileWith<OneTable<FloatDecoder<BFloat16>>>,
+     DecodeTileWith<OneTable<FloatDecoder<Float16>>>},
     {NeonWiden<Float32>, NeonWiden<BFloat16>, NeonWiden<Float16>},
     {NarrowEach<Float32>, NarrowEach<BFloat16>, NarrowEach<Float16>},
     MultiplyTransposedWith<NeonVector>,
     MultiplyWith<NeonVector>,
     /*max_dot_inputs=*/4,
-    {ArrangeWith<NeonVector, FloatDecoder<Float32>>,
-     ArrangeWith<NeonVector, FloatDecoder<BFloat16>>,
-     ArrangeWith<NeonVector, FloatDecoder<Float16>>},
-    {DotRowsWith<NeonVector, FloatDecoder<Float32>>,
-     DotRowsWith<NeonVector, FloatDecoder<BFloat16>>,
-     DotRowsWith<NeonVector, FloatDecoder<Float16>>},
+    {ArrangeWith<NeonVector, OneTable<FloatDecoder<Float32>>>,
+     ArrangeWith<NeonVector, OneTable<FloatDecoder<BFloat16>>>,
+     ArrangeWith<NeonVector, OneTable<FloatDecoder<Float16>>>},
+    {DotRowsWith<NeonVector, OneTable<FloatDecoder<Float32>>>,
+     DotRowsWith<NeonVector, OneTable<FloatDecoder<BFloat16>>>,
+     DotRowsWith<NeonVector, OneTable<FloatDecoder<Float16>>>},
 };
 
 }  // namespace nf4tensor::cpu

@@ -85,12 +85,14 @@ struct FourFloats {
 
 const Kernels kScalarKernels = {
     "scalar",
-    {DequantizeRowsWith<TableDecoder<Float32>>, DequantizeRowsWith<TableDecoder<BFloat16>>,
-     DequantizeRowsWith<TableDecoder<Float16>>},
+    {DequantizeRowsWith<OneTable<TableDecoder<Float32>>>,
+     DequantizeRowsWith<OneTable<TableDecoder<BFloat16>>>,
+     DequantizeRowsWith<OneTable<TableDecoder<Float16>>>},
     {QuantizeRowsWith<ScalarEncoder, Float32>, QuantizeRowsWith<ScalarEncoder, BFloat16>,
      QuantizeRowsWith<ScalarEncoder, Float16>},
-    {DecodeTileWith<FloatDecoder<Float32>>, DecodeTileWith<FloatDecoder<BFloat16>>,
-     DecodeTileWith<FloatDecoder<Float16>>},
+    {DecodeTileWith<OneTable<FloatDecoder<Float32>>>,
+     DecodeTileWith<OneTable<FloatDecoder<BFloat16>>>,
+     DecodeTileWith<OneTable<FloatDecoder<Float16>>>},
     {WidenEach<Float32>, WidenEach<BFloat16>, WidenEach<Float16>},
     {NarrowEach<Float32>, NarrowEach<BFloat16>, NarrowEach<Float16>},
     MultiplyTransposedWith<FourFloats>,

@@ -18,8 +18,7 @@
 //   kDotRows, kOuterRows            how many inputs to multiply at once
 //   kSums                           how many sums fit in the registers beside their factors
 //
-// FloatDecoder<Format> is a Decoder whose table is rounded to the format and widened again:
-//   SetScale(levels, scale)
+// The tables of a FloatDecoder<Format> are rounded to the format and widened again:
 //   DecodePanels(packed, count, panel_pitch, to)  from the start of a panel; writes whole ones
 
 template <typename Format>
@@ -49,10 +48,12 @@ void DecodeTileWith(const RecordSpec& shared_spec, int64_t num_rows, int64_t beg
   ScaleReader reader(spec);
   for (int64_t row = 0; row < num_rows; ++row, record += pitch) {
     float* const to = tile + row * layout.row_pitch;
-    ForEachBlock(spec, reader, record, begin, end, decoder, [&](int64_t column, int64_t count) {
-      decoder.DecodePanels(record + column / 2, count, layout.panel_pitch,
-                           to + (column - begin) / kPanelWidth * layout.panel_pitch);
-    });
+    PrefetchRow(spec, record + 8 * pitch, begin, end);
+    ForEachBlock(spec, reader, record, begin, end, decoder,
+                 [&](const auto& table, int64_t column, int64_t count) {
+                   table.DecodePanels(record + column / 2, count, layout.panel_pitch,
+                                      to + (column - begin) / kPanelWidth * layout.panel_pitch);
+                 });
   }
 }
 
