@@ -41,6 +41,15 @@ AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle tensor, int64_t* o
 AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle tensor, int64_t* num_bytes);
 AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* is_contiguous);
 
+AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self,
+                                        AtenTensorHandle mat1, AtenTensorHandle mat2, double beta,
+                                        double alpha);
+AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle self,
+                                     AtenTensorHandle mat2);
+AOTITorchError aoti_torch_create_tensor_from_blob(void* data, int64_t dim, const int64_t* sizes,
+                                                  const int64_t* strides, int64_t offset,
+                                                  int32_t dtype, int32_t device_type,
+                                                  int32_t device_index, AtenTensorHandle* tensor);
 AOTITorchError aoti_torch_copy_(AtenTensorHandle to, AtenTensorHandle from, int32_t non_blocking);
 AOTITorchError aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides,
                                         int32_t dtype, int32_t device_type, int32_t device_index,
@@ -116,6 +125,26 @@ class Tensor {
                                    &tensor.handle_),
           "allocate a tensor");
     return tensor;
+  }
+
+  // A CPU tensor in memory that outlives it.
+  static Tensor FromMemory(const void* data, const std::vector<int64_t>& sizes,
+                           const std::vector<int64_t>& strides, int32_t dtype) {
+    Tensor tensor;
+    Check(aoti_torch_create_tensor_from_blob(
+              const_cast<void*>(data), static_cast<int64_t>(sizes.size()), sizes.data(),
+              strides.data(), 0, dtype, aoti_torch_device_type_cpu(), 0, &tensor.handle_),
+          "make a tensor");
+    return tensor;
+  }
+
+  // The product of two matrices on the CPU, or that and an offset.
+  void MultiplyInto(const Tensor& other, const Tensor& out) const {
+    Check(aoti_torch_cpu_mm_out(out.handle_, handle_, other.handle_), "multiply");
+  }
+  void MultiplyInto(const Tensor& other, const Tensor& out, const Tensor& offset) const {
+    Check(aoti_torch_cpu_addmm_out(out.handle_, offset.handle_, handle_, other.handle_, 1.0, 1.0),
+          "multiply and add");
   }
 
   Tensor Contiguous() const {

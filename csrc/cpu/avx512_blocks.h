@@ -105,17 +105,19 @@ inline void Put(uint8_t* out, __m256i values) {
 
 // Dequantizes on the best path that all blocks may take.
 template <template <Path> class Decoder>
-void DequantizeRowsOnPath(const RecordSpec& spec, int64_t num_rows, const uint8_t* record,
-                          uint8_t* out, bool stream) {
+void DequantizeRowsOnPath(const RecordSpec& spec, int64_t num_rows, Columns columns,
+                          const uint8_t* record, uint8_t* out, bool stream) {
   constexpr int64_t kBytes = sizeof(typename Decoder<Path::kCached>::Bits);
   const uint64_t places =
-      reinterpret_cast<uintptr_t>(out) | (spec.in_features * kBytes) | (spec.block_size * kBytes);
+      reinterpret_cast<uintptr_t>(out) | columns.out_pitch | (spec.block_size * kBytes);
   if (!stream || places % 32 != 0) {
-    DequantizeRowsWith<OneTable<Decoder<Path::kCached>>>(spec, num_rows, record, out, false);
+    DequantizeRowsWith<OneTable<Decoder<Path::kCached>>>(spec, num_rows, columns, record, out,
+                                                         false);
   } else if (places % 64 != 0) {
-    DequantizeRowsWith<OneTable<Decoder<Path::kHalfLines>>>(spec, num_rows, record, out, true);
+    DequantizeRowsWith<OneTable<Decoder<Path::kHalfLines>>>(spec, num_rows, columns, record, out,
+                                                            true);
   } else {
-    DequantizeRowsWith<OneTable<Decoder<Path::kLines>>>(spec, num_rows, record, out, true);
+    DequantizeRowsWith<OneTable<Decoder<Path::kLines>>>(spec, num_rows, columns, record, out, true);
   }
 }
 

@@ -41,7 +41,8 @@ void DequantizeInto(const Tensor& record, const RecordSpec& spec, const Tensor& 
   const bool stream = IsLargerThanCaches(num_rows * out_pitch);
   const int64_t grain = std::max<int64_t>(1, kGrainElements / spec.in_features);
   ParallelFor(num_rows, grain, [&](int64_t begin, int64_t end) {
-    dequantize(spec, end - begin, from + begin * spec.pitch(), to + begin * out_pitch, stream);
+    dequantize(spec, end - begin, {0, spec.in_features, out_pitch}, from + begin * spec.pitch(),
+               to + begin * out_pitch, stream);
   });
 }
 

@@ -65,20 +65,22 @@ __attribute__((always_inline)) inline void PrefetchRow(const RecordSpec& spec, c
 }
 
 template <typename Decoder>
-void DequantizeRowsWith(const RecordSpec& shared_spec, int64_t num_rows,
+void DequantizeRowsWith(const RecordSpec& shared_spec, int64_t num_rows, Columns columns,
                         const uint8_t* __restrict__ record, uint8_t* __restrict__ out,
                         bool stream) {
   constexpr int64_t kBytes = sizeof(typename Decoder::Bits);
   const RecordSpec spec = shared_spec;  // a copy, which compilers know that no store changes
   const int64_t pitch = spec.pitch();
-  const int64_t out_pitch = spec.in_features * kBytes;
-  Decoder decoder(stream && out_pitch % 32 == 0 && reinterpret_cast<uintptr_t>(out) % 32 == 0);
+  const uint64_t places =
+      reinterpret_cast<uintptr_t>(out) | static_cast<uint64_t>(columns.out_pitch);
+  Decoder decoder(stream && places % 32 == 0);
   ScaleReader reader(spec);
-  for (int64_t i = 0; i < num_rows; ++i, record += pitch, out += out_pitch) {
-    PrefetchRow(spec, record + 2 * pitch, 0, spec.in_features);
-    ForEachBlock(spec, reader, record, 0, spec.in_features, decoder,
+  for (int64_t i = 0; i < num_rows; ++i, record += pitch, out += columns.out_pitch) {
+    PrefetchRow(spec, record + 2 * pitch, columns.begin, columns.end);
+    ForEachBlock(spec, reader, record, columns.begin, columns.end, decoder,
                  [&](const auto& table, int64_t column, int64_t count) {
-                   table.Decode(record + column / 2, count, out + column * kBytes);
+                   table.Decode(record + column / 2, count,
+                                out + (column - columns.begin) * kBytes);
                  });
   }
 }

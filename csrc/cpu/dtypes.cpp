@@ -9,4 +9,9 @@ DType DTypeOf(int32_t torch_dtype) {
   return torch_dtype == aoti_torch_dtype_bfloat16() ? kBFloat16 : kFloat16;
 }
 
+int32_t TorchDTypeOf(DType dtype) {
+  if (dtype == kFloat32) return aoti_torch_dtype_float32();
+  return dtype == kBFloat16 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float16();
+}
+
 }  // namespace nf4tensor::cpu

@@ -10,12 +10,22 @@ namespace nf4tensor::cpu {
 // The indices of the float dtypes in the tables below.
 enum DType : int { kFloat32, kBFloat16, kFloat16, kNumDTypes };
 
+inline constexpr int kPanelWidth = 16;
+
 // How many scales of a row are decoded at once, in loops over all of them.
 inline constexpr int64_t kScalesAtOnce = 32;
 
-// Decodes num_rows records [pitch] to weights [in_features]; past the caches where told to stream.
-using DequantizeRows = void (*)(const RecordSpec& spec, int64_t num_rows, const uint8_t* record,
-                                uint8_t* out, bool stream);
+// Columns [begin, end) of some rows, and how many bytes of output lie between two rows. begin is a
+// multiple of kPanelWidth.
+struct Columns {
+  int64_t begin;
+  int64_t end;
+  int64_t out_pitch;
+};
+
+// Decodes columns of num_rows records [pitch]; past the caches where told to stream.
+using DequantizeRows = void (*)(const RecordSpec& spec, int64_t num_rows, Columns columns,
+                                const uint8_t* record, uint8_t* out, bool stream);
 
 // Encodes num_rows weights [in_features] to records [pitch]. keep_phase: the rows have phases to
 // keep, else these become 0. absmax: scratch for num_blocks floats.
@@ -28,7 +38,6 @@ struct TileLayout {
   int64_t row_pitch;
   int64_t panel_pitch;
 };
-inline constexpr int kPanelWidth = 16;
 // The rows of a tile come in multiples of this where sums run along them.
 inline constexpr int kTileRowStep = 8;
 
@@ -102,7 +111,8 @@ extern const Kernels kNeonKernels;
 // The kernels in use: of the best instruction set, until UseIsa says otherwise.
 const Kernels& CurrentKernels();
 
-// The index in the tables of torch's dtype, which has been checked.
+// The index in the tables of torch's dtype, which has been checked, and the other way round.
 DType DTypeOf(int32_t torch_dtype);
+int32_t TorchDTypeOf(DType dtype);
 
 }  // namespace nf4tensor::cpu

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cpu/panels.h"
 #include "cpu/workspace.h"
 #include "torch_shim.h"
 
@@ -266,6 +267,9 @@ void MultiplyByTransposed(const Weight& weight, int64_t num_inputs, const uint8_
                           const uint8_t* bias, uint8_t* output) {
   if (num_inputs == 0 || weight.num_rows == 0) return;
   if (IsForDot(weight, num_inputs)) return DotBlock(weight, num_inputs, input, bias, output);
+  if (IsForPanels(weight, num_inputs)) {
+    return MultiplyPanelsByTransposed(weight, num_inputs, input, bias, output);
+  }
   const int64_t block = BlockInputs(num_inputs, weight.spec.in_features);
   for (int64_t m = 0; m < num_inputs; m += block) {
     MultiplyBlockByTransposed(weight, std::min(block, num_inputs - m),
@@ -279,6 +283,9 @@ void MultiplyBy(const Weight& weight, int64_t num_inputs, const uint8_t* input, 
   if (weight.num_rows == 0) {  // sums of nothing
     std::fill_n(output, num_inputs * weight.spec.in_features * weight.element_bytes, uint8_t{0});
     return;
+  }
+  if (IsForPanels(weight, num_inputs)) {
+    return MultiplyPanelsBy(weight, num_inputs, input, output);
   }
   const int64_t block = BlockInputs(num_inputs, weight.num_rows);
   for (int64_t m = 0; m < num_inputs; m += block) {

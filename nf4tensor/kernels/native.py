@@ -71,6 +71,16 @@ def use_isa(name: str) -> None:
         )
 
 
+def use_panels(use: bool | None) -> None:
+    """Choose whether products decode panels for torch's own matmul; None: where that is faster.
+
+    For tests and benchmarks: the default knows the processor and the number of inputs.
+    """
+    library = _load()
+    assert library.handle is not None, f"use_panels() without a library: {library.reason}"
+    library.handle.nf4tensor_use_panels(-1 if use is None else int(use))
+
+
 def release_workspace() -> int:
     """Free the memory that products keep from call to call; return its bytes."""
     library = _load().handle
@@ -101,6 +111,7 @@ def _load() -> _Library:
         library.nf4tensor_register_cpu.restype = ctypes.c_int
         library.nf4tensor_isa.restype = ctypes.c_char_p
         library.nf4tensor_use_isa.argtypes = [ctypes.c_char_p]
+        library.nf4tensor_use_panels.argtypes = [ctypes.c_int]
         library.nf4tensor_release_workspace.restype = ctypes.c_int64
     except (OSError, AttributeError) as error:
         return _Library(None, f"failed to load {path}: {error.__cause__ or error}")

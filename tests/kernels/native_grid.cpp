@@ -69,13 +69,14 @@ class Grid {
     const std::vector<uint8_t> records = MakeRecords(spec_, kNumRows, random_);
     for (const DType dtype : kDTypes) {
       std::vector<uint8_t> expected(kNumRows * spec_.in_features * ElementBytes(dtype));
-      cpu::kScalarKernels.dequantize[dtype](spec_, kNumRows, records.data(), expected.data(),
+      const cpu::Columns all{0, spec_.in_features, spec_.in_features * ElementBytes(dtype)};
+      cpu::kScalarKernels.dequantize[dtype](spec_, kNumRows, all, records.data(), expected.data(),
                                             false);
       for (const Placement& placement : kPlacements) {
         const uint8_t* const record = in_.Place(records.data(), records.size(), placement.in_shift);
         uint8_t* const out = out_.Place(expected.size(), placement.out_shift);
-        kernels_.dequantize[dtype](spec_, 0, record, out, placement.stream);
-        kernels_.dequantize[dtype](spec_, kNumRows, record, out, placement.stream);
+        kernels_.dequantize[dtype](spec_, 0, all, record, out, placement.stream);
+        kernels_.dequantize[dtype](spec_, kNumRows, all, record, out, placement.stream);
         Compare("dequantize", dtype, placement, out, expected);
       }
       AddToChecksum(expected);
