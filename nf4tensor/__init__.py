@@ -6,6 +6,7 @@ whole model. CONTRIBUTING.md and each folder's own docstring describe the rooms 
 
 from nf4tensor.errors import NF4TensorError, NF4TensorWarning
 from nf4tensor.format.spec import NF4Spec
+from nf4tensor.kernels.ops import release_workspace
 from nf4tensor.nn.convert import dequantize_, memory_footprint, quantize_
 from nf4tensor.tensor import NF4Tensor, to_nf4
 from nf4tensor.tensor.linear import linear_nf4
@@ -21,5 +22,6 @@ __all__ = [
     "linear_nf4",
     "memory_footprint",
     "quantize_",
+    "release_workspace",
     "to_nf4",
 ]

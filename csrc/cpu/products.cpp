@@ -16,8 +16,8 @@
 namespace nf4tensor::cpu {
 namespace {
 
-constexpr int64_t kMaxBlockInputs = 512;
-constexpr int64_t kMaxBlockFloats = int64_t{2} << 20;  // 8 MB
+constexpr int64_t kMaxBlockInputs = 192;
+constexpr int64_t kMaxBlockFloats = int64_t{1} << 20;  // 4 MB
 // Columns of a tile where sums run along rows, and rows where they run across them.
 constexpr int64_t kTileColumns = 512;
 constexpr int64_t kTileRows = 64;

@@ -82,7 +82,13 @@ def use_panels(use: bool | None) -> None:
 
 
 def release_workspace() -> int:
-    """Free the memory that products keep from call to call; return its bytes."""
+    """Free the memory that products on the CPU keep from call to call.
+
+    Safe at any time, from any thread: what a running product uses is left alone.
+
+    Returns:
+        How many bytes were freed.
+    """
     library = _load().handle
     return 0 if library is None else int(library.nf4tensor_release_workspace())
 
