@@ -73,21 +73,37 @@ void CopyColumns(const Weight& weight, int64_t num_inputs, int64_t count, const 
   }
 }
 
-// Calls multiply(first, count, panel, product) for each panel and copies the product.
-template <typename Multiply>
-void ForEachPanel(const Weight& weight, int64_t num_inputs, int64_t side, int64_t other,
-                  uint8_t* output, Multiply multiply) {
-  const int64_t step = PanelSide(weight, side, other);
-  const auto floats = [&](int64_t count) { return CeilDiv(count * weight.element_bytes, 4); };
-  const int64_t panel_floats = floats(step * other);
-  const int64_t product_floats = floats(step * num_inputs);
+// output = input @ panels, side by side. input: [num_inputs, length]; side: all columns of output.
+// decode(first, count, panel) makes a panel: [count, length] to be transposed, or [length, count].
+template <typename Decode>
+void ForEachPanel(const Weight& weight, int64_t num_inputs, int64_t length, int64_t side,
+                  bool is_transposed, const uint8_t* input, const uint8_t* bias, uint8_t* output,
+                  Decode decode) {
+  const int64_t bytes = weight.element_bytes;
+  const int64_t step = PanelSide(weight, side, length);
+  // As many inputs at once as have a product no larger than a panel.
+  const int64_t block = std::clamp<int64_t>(kPanelBytes / (step * bytes), 1, num_inputs);
+  const int64_t panel_floats = CeilDiv(step * length * bytes, 4);
+  const int64_t product_floats = CeilDiv(step * block * bytes, 4);
   Workspace workspace(Workspace::BytesFor(panel_floats) + Workspace::BytesFor(product_floats));
   uint8_t* const panel = reinterpret_cast<uint8_t*>(workspace.Take(panel_floats));
   uint8_t* const product = reinterpret_cast<uint8_t*>(workspace.Take(product_floats));
   for (int64_t first = 0; first < side; first += step) {
     const int64_t count = std::min(step, side - first);
-    multiply(first, count, panel, product);
-    CopyColumns(weight, num_inputs, count, product, first, side, output);
+    decode(first, count, panel);
+    const Tensor factor = is_transposed ? MatrixAt(weight, panel, count, length, true)
+                                        : MatrixAt(weight, panel, length, count);
+    for (int64_t m = 0; m < num_inputs; m += block) {
+      const int64_t num = std::min(block, num_inputs - m);
+      const Tensor from = MatrixAt(weight, input + m * length * bytes, num, length);
+      const Tensor to = MatrixAt(weight, product, num, count);
+      if (bias == nullptr) {
+        from.MultiplyInto(factor, to);
+      } else {
+        from.MultiplyInto(factor, to, MatrixAt(weight, bias + first * bytes, 1, count));
+      }
+      CopyColumns(weight, num, count, product, first, side, output + m * side * bytes);
+    }
   }
 }
 
@@ -103,30 +119,20 @@ bool IsForPanels(const Weight& weight, int64_t num_inputs) {
 void MultiplyPanelsByTransposed(const Weight& weight, int64_t num_inputs, const uint8_t* input,
                                 const uint8_t* bias, uint8_t* output) {
   const int64_t num_columns = weight.spec.in_features;
-  const Tensor inputs = MatrixAt(weight, input, num_inputs, num_columns);
-  ForEachPanel(weight, num_inputs, weight.num_rows, num_columns, output,
-               [&](int64_t first, int64_t count, uint8_t* panel, uint8_t* product) {
+  ForEachPanel(weight, num_inputs, num_columns, weight.num_rows, /*is_transposed=*/true, input,
+               bias, output, [&](int64_t first, int64_t count, uint8_t* panel) {
                  DecodePanel(weight, count, {0, num_columns, num_columns * weight.element_bytes},
                              weight.record + first * weight.spec.pitch(), panel);
-                 const Tensor to = MatrixAt(weight, product, num_inputs, count);
-                 const Tensor rows = MatrixAt(weight, panel, count, num_columns, true);
-                 if (bias == nullptr) return inputs.MultiplyInto(rows, to);
-                 const Tensor offset =
-                     MatrixAt(weight, bias + first * weight.element_bytes, 1, count);
-                 inputs.MultiplyInto(rows, to, offset);
                });
 }
 
 void MultiplyPanelsBy(const Weight& weight, int64_t num_inputs, const uint8_t* input,
                       uint8_t* output) {
-  const Tensor inputs = MatrixAt(weight, input, num_inputs, weight.num_rows);
-  ForEachPanel(weight, num_inputs, weight.spec.in_features, weight.num_rows, output,
-               [&](int64_t first, int64_t count, uint8_t* panel, uint8_t* product) {
-                 DecodePanel(weight, weight.num_rows,
-                             {first, first + count, count * weight.element_bytes}, weight.record,
-                             panel);
-                 inputs.MultiplyInto(MatrixAt(weight, panel, weight.num_rows, count),
-                                     MatrixAt(weight, product, num_inputs, count));
+  ForEachPanel(weight, num_inputs, weight.num_rows, weight.spec.in_features,
+               /*is_transposed=*/false, input, nullptr, output,
+               [&](int64_t first, int64_t count, uint8_t* panel) {
+                 const Columns columns{first, first + count, count * weight.element_bytes};
+                 DecodePanel(weight, weight.num_rows, columns, weight.record, panel);
                });
 }
 
