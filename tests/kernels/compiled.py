@@ -76,3 +76,25 @@ def layouts(tensor: torch.Tensor) -> list[torch.Tensor]:
     gaps = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 3)[..., 1:-2]
     transposed = tensor.new_empty(tensor.shape[::-1]).permute(*range(tensor.dim())[::-1])
     return [view.copy_(tensor) for view in (shifted, gaps, transposed)]
+
+
+def make_finite_record(lead: tuple[int, ...], spec: NF4Spec, seed: int = 0) -> torch.Tensor:
+    """Any codes, with scales that every dtype holds: from 2^-149 to 1, of either sign, and zeros.
+
+    The scales of segments are made up of a step and a base, whatever bytes the blocks have.
+    """
+    record = make_record(lead, spec, seed)
+    generator = torch.Generator().manual_seed(seed)
+    start = spec.scales_offset_bytes
+    count = spec.num_blocks
+    if spec.scale_kind != "float32":
+        start, count = spec.segments_offset_bytes + 8, 2 * spec.num_segments
+    floats = torch.exp2(-torch.randint(17, 150, (*lead, count), generator=generator).float())
+    if spec.scale_kind == "float32":
+        floats[..., ::2] *= 2.0**16
+    floats *= 1 + torch.rand(floats.shape, generator=generator)
+    floats[torch.rand(floats.shape, generator=generator) < 0.1] = 2.0**-149
+    floats[torch.rand(floats.shape, generator=generator) < 0.1] = 0.0
+    floats *= torch.randint(2, floats.shape, generator=generator) * 2 - 1
+    record[..., start : start + 4 * count] = floats.contiguous().view(torch.uint8)
+    return record
