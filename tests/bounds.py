@@ -73,3 +73,22 @@ def matmul_bound(magnitudes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """
     gamma = length * FLOAT32_ROUNDOFF / (1 - length * FLOAT32_ROUNDOFF)
     return (gamma + roundoff(dtype) * (1 + gamma)) * magnitudes
+
+
+def products_bound(
+    magnitudes: Tensor, length: int, dtype: torch.dtype, num_roundings: int = 1
+) -> Tensor:
+    """Return how far two results of one expression of products may be from each other.
+
+    Both are float32 sums, in orders of their own: each is within `matmul_bound` of the exact one.
+    Where products follow one another, the errors of each are multiplied like its magnitudes: the
+    lengths add up, and so do the roundings. No sum has magnitudes that are subnormal.
+
+    Args:
+        magnitudes: The expression with the magnitudes of all operands, float64.
+        length: Terms of the sums, one more with a bias, of all products that follow one another.
+        dtype: The one to which each product is rounded.
+        num_roundings: How often that is.
+    """
+    gamma = length * FLOAT32_ROUNDOFF / (1 - length * FLOAT32_ROUNDOFF)
+    return 2 * ((1 + gamma) * (1 + roundoff(dtype)) ** num_roundings - 1) * magnitudes

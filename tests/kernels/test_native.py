@@ -1,50 +1,24 @@
 """The compiled kernels: the reference's bits in every geometry, layout and number of threads.
 
-What a record means is tested against the oracle in test_reference.py, through the same ops.
+What a record means is tested against the oracle in test_reference.py, through the same ops. The
+products are tested in test_products.py.
 """
-
-import contextlib
-import math
 
 import pytest
 import torch
 
-from nf4tensor.errors import NF4TensorError
 from nf4tensor.format.spec import NF4Spec
-from nf4tensor.kernels import native, ops, reference, select
-from tests.oracle_tensors import INTEGERS
+from nf4tensor.kernels import ops, reference
+from tests.kernels.compiled import (
+    assert_same_bits,
+    layouts,
+    make_record,
+    make_weight,
+    needs_compiled,
+)
 from tests.strategies import DTYPES, QUANT_TYPES
 
-_backends = {choice.op: choice.backend for choice in select.table() if choice.device == "cpu"}
-pytestmark = pytest.mark.skipif(
-    _backends["quantize"] != "cpu",
-    reason=f"compiled library not in use: {native.unavailable_because() or 'NF4TENSOR_BACKEND'}",
-)
-
-INFINITY = math.inf
-
-
-def usable_isas() -> list[str]:
-    """The instruction sets of this processor; test_native_grid.py emulates the others."""
-    if native.unavailable_because() is not None:
-        return ["scalar"]
-    best, usable = native.isa(), []
-    for name in ("scalar", "neon", "avx2", "avx512", "avx512vbmi"):
-        with contextlib.suppress(NF4TensorError):
-            native.use_isa(name)
-            usable.append(name)
-    native.use_isa(best)
-    return usable
-
-
-@pytest.fixture(params=usable_isas(), autouse=True)
-def isa(request: pytest.FixtureRequest):
-    """Each instruction set in turn."""
-    best = native.isa()
-    native.use_isa(request.param)
-    yield request.param
-    native.use_isa(best)
-
+pytestmark = [needs_compiled, pytest.mark.usefixtures("isa")]
 
 # 16 elements a block and 3 scales a segment: every border there is, in a few hundred columns.
 GEOMETRIES = [
@@ -52,57 +26,6 @@ GEOMETRIES = [
     for block_size in (16, 64, 4096)
     for scale_block_size in (None, 3, 256)
 ]
-
-
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare bit for bit, but for the bits of a NaN, which clause 6.3 leaves open."""
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert torch.equal(actual.isnan(), expected.isnan())
-    actual, expected = actual.nan_to_num(0.5, INFINITY), expected.nan_to_num(0.5, INFINITY)
-    integer = INTEGERS[actual.dtype]
-    assert torch.equal(actual.contiguous().view(integer), expected.contiguous().view(integer))
-
-
-def make_weight(lead: tuple[int, ...], in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows over many decades: with zeros, subnormals of each dtype, and here and there a NaN."""
-    generator = torch.Generator().manual_seed(in_features)
-    weight = torch.randn(*lead, in_features, generator=generator)
-    weight *= torch.exp2(torch.randint(-30, 15, weight.shape, generator=generator))
-    weight[weight.abs() < 2.0**-26] = 0
-    if in_features % 5 == 0:
-        weight *= 2.0**-120
-    if in_features % 7 == 0:
-        weight.flatten()[-1:] = torch.nan if in_features % 2 else INFINITY
-    return weight.to(dtype)
-
-
-def make_record(lead: tuple[int, ...], spec: NF4Spec, seed: int = 0) -> torch.Tensor:
-    """Any bytes at all, as an import could bring them: only the phase is a legal one."""
-    generator = torch.Generator().manual_seed(seed)
-    record = torch.randint(256, (*lead, spec.pitch), dtype=torch.uint8, generator=generator)
-    if spec.scale_kind != "float32":
-        room = spec.segment_length * spec.num_segments - spec.num_blocks
-        phase = torch.randint(room + 1, (*lead, 1), generator=generator)
-        start = spec.segments_offset_bytes
-        record[..., start : start + 8] = phase.view(torch.uint8)
-    return record
-
-
-def layouts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The same values: off alignment by one element, with gaps between rows, and transposed."""
-    shifted = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
-    gaps = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 3)[..., 1:-2]
-    transposed = tensor.new_empty(tensor.shape[::-1]).permute(*range(tensor.dim())[::-1])
-    return [view.copy_(tensor) for view in (shifted, gaps, transposed)]
-
-
-@pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
-def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)

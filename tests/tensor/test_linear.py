@@ -1,155 +1,176 @@
 """Products with a 4-bit weight against the same expression on the decoded one."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nf4tensor import linear_nf4
 from nf4tensor.errors import DTypeError, ShapeError, UnsupportedError
-from tests import bounds
 from tests.strategies import DTYPES
-from tests.tensor.weights import assert_same, dense, make
+from tests.tensor.weights import assert_same, assert_same_products, dense, make
 
 OUT, IN = 96, 128
 x, y, bias = dense(5, IN, seed=1), dense(5, OUT, seed=2), dense(OUT, seed=3)
 batch = dense(4, 2, IN, seed=4)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
-# The same arithmetic on both sides: bit for bit.
-EXACT = {
-    "linear": lambda w: F.linear(x, w),
-    "linear with bias": lambda w: F.linear(x, w, bias),
-    "linear by keywords": lambda w: F.linear(input=x, weight=w, bias=bias),
-    "linear, keywords in any order": lambda w: F.linear(x, bias=bias, weight=w),
-    "linear of a vector": lambda w: F.linear(x[0], w, bias),
-    "linear of a batch": lambda w: F.linear(batch, w, bias),
-    "linear of nothing": lambda w: F.linear(x[:0], w, bias),
-    "linear_nf4": lambda w: linear_nf4(x, w, bias),
-    "module": lambda w: torch.func.functional_call(
-        nn.Linear(IN, OUT), {"weight": w, "bias": bias}, x
+
+class Operands(NamedTuple):
+    """What products are made of."""
+
+    w: Tensor
+    x: Tensor = x
+    y: Tensor = y
+    batch: Tensor = batch
+    bias: Tensor = bias
+
+    def magnitudes(self) -> "Operands":
+        """Return the magnitudes of all operands, which are summed up by the same products."""
+        return Operands(*(operand.double().abs() for operand in self.decoded()))
+
+    def decoded(self) -> "Operands":
+        """Return the operands with a dense weight, of the dtype of the others."""
+        return self._replace(w=self.w.dequantize(self.x.dtype))
+
+    def to(self, dtype: torch.dtype) -> "Operands":
+        """Return the operands with all dense ones in a dtype."""
+        return Operands(self.w, *(operand.to(dtype) for operand in self[1:]))
+
+
+FORMS = {
+    "linear": lambda o: F.linear(o.x, o.w),
+    "linear with bias": lambda o: F.linear(o.x, o.w, o.bias),
+    "linear by keywords": lambda o: F.linear(input=o.x, weight=o.w, bias=o.bias),
+    "linear, keywords in any order": lambda o: F.linear(o.x, bias=o.bias, weight=o.w),
+    "linear of a vector": lambda o: F.linear(o.x[0], o.w, o.bias),
+    "linear of a batch": lambda o: F.linear(o.batch, o.w, o.bias),
+    "linear of nothing": lambda o: F.linear(o.x[:0], o.w, o.bias),
+    "linear_nf4": lambda o: linear_nf4(o.x, o.w, o.bias),
+    "module": lambda o: torch.func.functional_call(
+        nn.Linear(IN, OUT), {"weight": o.w, "bias": o.bias}, o.x
     ),
-    "x @ w.t()": lambda w: x @ w.t(),
-    "x @ w.T": lambda w: x @ w.T,
-    "x @ w.mT": lambda w: x @ w.mT,
-    "batch @ w.t()": lambda w: batch @ w.t(),
-    "y @ w": lambda w: y @ w,
-    "w @ vector": lambda w: w @ x[0],
-    "vector @ w": lambda w: y[0] @ w,
-    "w.t() @ vector": lambda w: w.t() @ y[0],
-    "matmul": lambda w: torch.matmul(x, w.t()),
-    "matmul by keywords": lambda w: torch.matmul(input=x, other=w.t()),
-    "x.matmul": lambda w: x.matmul(w.t()),
-    "mm": lambda w: torch.mm(x, w.t()),
-    "mm by keywords": lambda w: torch.mm(input=x, mat2=w.t()),
-    "x.mm": lambda w: x.mm(w.t()),
-    "mv": lambda w: torch.mv(w, x[0]),
-    "mv by keywords": lambda w: torch.mv(input=w, vec=x[0]),
-    "w.t().mv": lambda w: w.t().mv(y[0]),
-    "addmm": lambda w: torch.addmm(bias, x, w.t()),
-    "addmm by keywords": lambda w: torch.addmm(input=bias, mat1=x, mat2=w.t()),
-    "bias.addmm": lambda w: bias.addmm(x, w.t()),
-    "addmm without input": lambda w: torch.addmm(bias * torch.nan, x, w.t(), beta=0),
-    "w[1:5]": lambda w: F.linear(x, w[1:5], bias[1:5]),
-    "one weight twice": lambda w: F.linear(x, w, bias) @ w,
-}
-# The dense expression adds up in another order.
-CLOSE = {
-    "w @ x.t()": lambda w: w @ x.t(),
-    "w @ batch": lambda w: w @ batch.mT,
-    "w.t() @ y.t()": lambda w: w.t() @ y.t(),
-    "w.mm": lambda w: w.mm(x.t()),
-    "linear of the transposed with bias": lambda w: F.linear(y, w.t(), x[0]),
-    "addmm of a matrix": lambda w: torch.addmm(y[:, :1], x, w.t(), beta=0.5, alpha=2),
-    "addmm from the left": lambda w: torch.addmm(bias[:, None], w, x.t()),
-    "addmv": lambda w: torch.addmv(bias, w, x[0]),
+    "x @ w.t()": lambda o: o.x @ o.w.t(),
+    "x @ w.T": lambda o: o.x @ o.w.T,
+    "x @ w.mT": lambda o: o.x @ o.w.mT,
+    "batch @ w.t()": lambda o: o.batch @ o.w.t(),
+    "y @ w": lambda o: o.y @ o.w,
+    "w @ vector": lambda o: o.w @ o.x[0],
+    "vector @ w": lambda o: o.y[0] @ o.w,
+    "w.t() @ vector": lambda o: o.w.t() @ o.y[0],
+    "matmul": lambda o: torch.matmul(o.x, o.w.t()),
+    "matmul by keywords": lambda o: torch.matmul(input=o.x, other=o.w.t()),
+    "x.matmul": lambda o: o.x.matmul(o.w.t()),
+    "mm": lambda o: torch.mm(o.x, o.w.t()),
+    "mm by keywords": lambda o: torch.mm(input=o.x, mat2=o.w.t()),
+    "x.mm": lambda o: o.x.mm(o.w.t()),
+    "mv": lambda o: torch.mv(o.w, o.x[0]),
+    "mv by keywords": lambda o: torch.mv(input=o.w, vec=o.x[0]),
+    "w.t().mv": lambda o: o.w.t().mv(o.y[0]),
+    "addmm": lambda o: torch.addmm(o.bias, o.x, o.w.t()),
+    "addmm by keywords": lambda o: torch.addmm(input=o.bias, mat1=o.x, mat2=o.w.t()),
+    "bias.addmm": lambda o: o.bias.addmm(o.x, o.w.t()),
+    "addmm without input": lambda o: torch.addmm(o.bias * torch.nan, o.x, o.w.t(), beta=0),
+    "w[1:5]": lambda o: F.linear(o.x, o.w[1:5], o.bias[1:5]),
+    "one weight twice": lambda o: F.linear(o.x, o.w, o.bias) @ o.w,
+    "w @ x.t()": lambda o: o.w @ o.x.t(),
+    "w @ batch": lambda o: o.w @ o.batch.mT,
+    "w.t() @ y.t()": lambda o: o.w.t() @ o.y.t(),
+    "w.mm": lambda o: o.w.mm(o.x.t()),
+    "linear of the transposed with bias": lambda o: F.linear(o.y, o.w.t(), o.x[0]),
+    "addmm of a matrix": lambda o: torch.addmm(o.y[:, :1], o.x, o.w.t(), beta=0.5, alpha=2),
+    "addmm from the left": lambda o: torch.addmm(o.bias[:, None], o.w, o.x.t()),
+    "addmv": lambda o: torch.addmv(o.bias, o.w, o.x[0]),
 }
 
 
-@pytest.mark.parametrize("form", EXACT.values(), ids=EXACT)
-def test_every_form_equals_the_dense_one(form):
-    q = make(OUT, IN)
-    with torch.no_grad():
-        assert_same(form(q), form(q.dequantize()))
+# Forms of one op on the same operands.
+ALIKE = {
+    "linear": ("x @ w.t()", "x @ w.T", "x @ w.mT", "matmul", "x.matmul", "mm", "x.mm"),
+    "matmul by keywords": ("linear", "mm by keywords", "addmm without input"),
+    "linear with bias": ("linear by keywords", "linear, keywords in any order", "linear_nf4"),
+    "addmm": ("addmm by keywords", "bias.addmm", "linear with bias", "module"),
+    "w @ vector": ("mv", "mv by keywords"),
+    "vector @ w": ("w.t() @ vector", "w.t().mv"),
+}
 
 
 @pytest.mark.filterwarnings("ignore::nf4tensor.NF4TensorWarning")
-@pytest.mark.parametrize("form", [*EXACT.values(), *CLOSE.values()], ids=[*EXACT, *CLOSE])
-def test_every_form_in_inference_mode(form):
-    q = make(OUT, IN)
-    with torch.inference_mode():
-        found = form(q)
-        torch.testing.assert_close(found, form(q.dequantize()), rtol=1e-4, atol=1e-4)
-    assert found.is_inference()
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_the_dense_one(name, inference):
+    form, operands = FORMS[name], Operands(make(OUT, IN))
+    length = IN + 1 + (OUT if name == "one weight twice" else 0)
+    with torch.inference_mode(inference):
+        found, expected = form(operands), form(operands.decoded())
+        assert_same_products(found, expected, form(operands.magnitudes()), length)
+    assert found.is_inference() == inference
 
 
-@pytest.mark.filterwarnings("ignore::nf4tensor.NF4TensorWarning")
-@pytest.mark.parametrize("form", CLOSE.values(), ids=CLOSE)
-def test_forms_that_add_up_in_another_order(form):
-    q = make(OUT, IN)
-    found, expected = form(q), form(q.dequantize())
-    assert (found.shape, found.dtype, found.stride()) == (
-        expected.shape,
-        expected.dtype,
-        expected.stride(),
-    )
-    magnitudes = torch.full_like(expected, IN * 40.0)
-    bound = 2 * bounds.matmul_bound(magnitudes, IN + 1, torch.float32)
-    assert ((found - expected).abs() <= bound).all()
+@pytest.mark.parametrize("name", ALIKE)
+def test_forms_of_one_op_have_the_same_bits(name):
+    operands = Operands(make(OUT, IN))
+    for other in ALIKE[name]:
+        assert_same(FORMS[other](operands), FORMS[name](operands))
 
 
 @each_dtype
 @pytest.mark.parametrize("logical", DTYPES)
 def test_weight_is_decoded_to_the_dtype_of_the_input(dtype, logical):
-    q = make(OUT, IN, dtype=logical)
-    inputs, offset, w = x.to(dtype), bias.to(dtype), q.dequantize(dtype)
-    assert_same(F.linear(inputs, q, offset), F.linear(inputs, w, offset))
-    assert_same(F.linear(inputs, q), F.linear(inputs, w))
-    assert_same(inputs @ q.t(), inputs @ w.t())
-    assert_same(torch.addmm(offset, inputs, q.t()), torch.addmm(offset, inputs, w.t()))
-    assert_same(torch.mv(q, inputs[0]), torch.mv(w, inputs[0]))
-    assert_same(y.to(dtype) @ q, y.to(dtype) @ w)
+    operands = Operands(make(OUT, IN, dtype=logical)).to(dtype)
+    for name in ("linear with bias", "linear", "x @ w.t()", "addmm", "mv", "y @ w"):
+        form = FORMS[name]
+        found, expected = form(operands), form(operands.decoded())
+        assert_same_products(found, expected, form(operands.magnitudes()), IN + 1)
 
 
 @each_dtype
 def test_gradients_of_input_and_bias(dtype):
     q = make(OUT, IN, dtype=torch.bfloat16)
-    for form in (
-        lambda inputs, w, b: F.linear(inputs, w, b),
-        lambda inputs, w, b: torch.addmm(b, inputs, w.t()),
-        lambda inputs, w, b: (F.linear(inputs, w, b) @ w) @ w.t(),
-        lambda inputs, w, b: F.linear(inputs[0], w, b),
+    for form, length, num_products in (
+        (lambda inputs, w, b: F.linear(inputs, w, b), OUT, 1),
+        (lambda inputs, w, b: torch.addmm(b, inputs, w.t()), OUT, 1),
+        (lambda inputs, w, b: (F.linear(inputs, w, b) @ w) @ w.t(), OUT + IN + OUT, 3),
+        (lambda inputs, w, b: F.linear(inputs[0], w, b), OUT, 1),
     ):
         gradients = []
-        for w in (q, q.dequantize(dtype)):
-            inputs = x.to(dtype, copy=True).requires_grad_()
-            offset = bias.to(dtype, copy=True).requires_grad_()
-            output = form(inputs, w, offset)
-            output.backward(dense(*output.shape, dtype=dtype, seed=7))
+        operands = Operands(q).to(dtype)
+        for o in (operands, operands.decoded(), operands.magnitudes()):
+            inputs, offset = o.x.clone().requires_grad_(), o.bias.clone().requires_grad_()
+            output = form(inputs, o.w, offset)
+            upper = dense(*output.shape, dtype=dtype, seed=7).to(output.dtype)
+            output.backward(upper.abs() if output.dtype == torch.float64 else upper)
             gradients.append((inputs.grad, offset.grad))
-        assert_same(gradients[0][0], gradients[1][0])
-        assert_same(gradients[0][1], gradients[1][1])
+        for found, expected, magnitudes in zip(*gradients, strict=True):
+            assert_same_products(found, expected, magnitudes, length, num_products)
+        if num_products == 1:  # the bias's is the sum of what came from above
+            assert_same(gradients[0][1], gradients[1][1])
 
 
 def test_gradients_of_a_batch():
     q = make(OUT, IN)
-    found, expected = [], []
-    for w, gradients in ((q, found), (q.dequantize(), expected)):
-        inputs = batch.clone().requires_grad_()
-        (F.linear(inputs, w).square() + inputs @ w.t()).sum().backward()
+    operands, gradients = Operands(q), []
+    for o in (operands, operands.decoded(), operands.magnitudes()):
+        inputs = o.batch.clone().requires_grad_()
+        (F.linear(inputs, o.w).square() + inputs @ o.w.t()).sum().backward()
         gradients.append(inputs.grad)
-    torch.testing.assert_close(found, expected)
+    assert_same_products(*gradients, IN + OUT + 1, num_roundings=3)
 
 
 def test_second_derivatives():
     q = make(OUT, IN)
 
-    def second(w):
-        inputs = x.clone().requires_grad_()
-        (first,) = torch.autograd.grad(F.linear(inputs, w).pow(3).sum(), inputs, create_graph=True)
+    def second(o):
+        inputs = o.x.clone().requires_grad_()
+        output = F.linear(inputs, o.w).pow(3).sum()
+        (first,) = torch.autograd.grad(output, inputs, create_graph=True)
         return torch.autograd.grad(first.sum(), inputs)[0]
 
-    assert_same(second(q), second(q.dequantize()))
+    operands = Operands(q)
+    found, expected = second(operands), second(operands.decoded())
+    assert_same_products(found, expected, second(operands.magnitudes()), 2 * IN + OUT + 2, 3)
 
 
 STACKED = {
@@ -189,15 +210,14 @@ def test_gradients_through_stacked_weights():
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
 def test_under_autocast_everything_runs_in_its_dtype(lower):
     q = make(OUT, IN)
-    d = q.dequantize(lower)
-    cast = (x.to(lower), bias.to(lower))
+    operands = Operands(q)
+    names = ("linear with bias", "x @ w.t()", "addmm", "mv", "w @ x.t()")
+    expected = {name: FORMS[name](operands.to(lower)) for name in names}
+    expected_of_half = F.linear(x.half().to(lower), q)
     with torch.autocast("cpu", lower):
-        assert_same(F.linear(x, q, bias), F.linear(*cast[:1], d, cast[1]))
-        assert_same(x @ q.t(), cast[0] @ d.t())
-        assert_same(torch.addmm(bias, x, q.t()), torch.addmm(cast[1], cast[0], d.t()))
-        assert_same(torch.mv(q, x[0]), torch.mv(d, cast[0][0]))
-        assert_same(q @ x.t(), d @ cast[0].t())
-        assert_same(F.linear(x.half(), q), F.linear(x.half().to(lower), d))
+        for name in names:
+            assert_same(FORMS[name](operands), expected[name])
+        assert_same(F.linear(x.half(), q), expected_of_half)
         assert torch.einsum("bi,oi->bo", x, q).dtype == lower
         with torch.autocast("cpu", enabled=False):
             assert F.linear(x, q).dtype == torch.float32
@@ -210,8 +230,7 @@ def test_gradients_under_autocast_have_the_dtype_of_their_input():
         output = F.linear(inputs, q, bias)
     output.sum().backward()
     assert inputs.grad.dtype == torch.float32
-    expected = torch.ones(5, OUT, dtype=torch.bfloat16) @ q.dequantize(torch.bfloat16)
-    assert_same(inputs.grad, expected.float())
+    assert_same(inputs.grad, (torch.ones(5, OUT, dtype=torch.bfloat16) @ q).float())
 
 
 # Errors

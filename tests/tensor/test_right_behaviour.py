@@ -14,26 +14,34 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nf4tensor import NF4Tensor, NF4TensorWarning, memory_footprint, quantize_, to_nf4
 from nf4tensor.errors import GradientError, SpecError, UnsupportedError, WeightError
-from tests.tensor.weights import assert_same, dense, file_of, make, shares_memory
+from tests.tensor.weights import (
+    assert_same,
+    assert_same_products,
+    dense,
+    file_of,
+    make,
+    shares_memory,
+)
 
 w = dense(512, 512)
 q = to_nf4(w)
 d = q.dequantize()
 x = dense(3, 512, seed=1)
+MAGNITUDES = x.double().abs() @ d.double().abs().t()
 
 
 def test_matmul_with_the_transposed_and_with_the_weight():
-    assert_same(x @ q.t(), x @ d.t())
-    assert_same(x @ q, x @ d)
+    assert_same_products(x @ q.t(), x @ d.t(), MAGNITUDES, 512)
+    assert_same_products(x @ q, x @ d, x.double().abs() @ d.double().abs(), 512)
     assert not torch.equal(x @ q, x @ q.t())
 
 
 def test_linear_keeps_its_bias_and_takes_keywords():
     bias = dense(512, seed=2)
-    expected = F.linear(x, d, bias)
-    assert_same(F.linear(x, q, bias), expected)
-    assert_same(F.linear(x, q, bias=bias), expected)
-    assert_same(F.linear(bias=bias, weight=q, input=x), expected)
+    found = F.linear(x, q, bias)
+    assert_same_products(found, F.linear(x, d, bias), MAGNITUDES + bias.abs(), 513)
+    assert_same(F.linear(x, q, bias=bias), found)
+    assert_same(F.linear(bias=bias, weight=q, input=x), found)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 100, 511, 512, 600])
@@ -172,7 +180,7 @@ def test_assigning_data_writes_in_place():
     with pytest.warns(NF4TensorWarning, match="rounds to 4 bits"):
         target.data = w * 2
     assert torch.equal(target.record, to_nf4(w * 2).record)
-    assert_same(F.linear(x, target), F.linear(x, to_nf4(w * 2).dequantize()))
+    assert_same(F.linear(x, target), F.linear(x, to_nf4(w * 2)))
 
 
 @pytest.mark.filterwarnings("ignore:aten.sub_.Tensor into:nf4tensor.NF4TensorWarning")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nf4tensor import NF4Spec, NF4Tensor, to_nf4
+from tests import bounds
 
 INTEGERS = {4: torch.int32, 2: torch.int16}
 
@@ -38,6 +39,27 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
         integers = INTEGERS[found.element_size()]
         found, expected = found.contiguous().view(integers), expected.contiguous().view(integers)
     assert torch.equal(found, expected)
+
+
+def assert_same_products(
+    found: Tensor, expected: Tensor, magnitudes: Tensor, length: int, num_roundings: int = 1
+) -> None:
+    """Check shape, dtype, stride, and that two orders of float32 sums explain all differences.
+
+    Args:
+        found: What came.
+        expected: What torch makes of the decoded weight.
+        magnitudes: Of what is multiplied, as `bounds.products_bound` takes them; so are the others.
+        length: Terms of the sums.
+        num_roundings: How many products follow one another.
+    """
+    found, expected = found.detach(), expected.detach()
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    assert found.stride() == expected.stride()
+    magnitudes = magnitudes.detach().double()
+    bound = bounds.products_bound(magnitudes, length, found.dtype, num_roundings)
+    assert ((found.double() - expected.double()).abs() <= bound).all()
 
 
 def shares_memory(first: NF4Tensor, second: NF4Tensor) -> bool:

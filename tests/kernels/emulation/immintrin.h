@@ -93,6 +93,8 @@ inline void StoreAligned(void* to, __m512i values) {
   emulation::StoreMasked(to, static_cast<__mmask16>(mask), values, uint16_t{})
 #define _mm512_mask_storeu_epi32(to, mask, values) \
   emulation::StoreMasked(to, static_cast<__mmask16>(mask), values, uint32_t{})
+#define _mm512_mask_storeu_ps(to, mask, values) \
+  emulation::StoreMasked(to, static_cast<__mmask16>(mask), values, uint32_t{})
 #define _mm512_stream_si512(to, values) emulation::StoreAligned(to, values)
 #define _mm512_cvtps_ph(values, rounding) emulation::FloatsToHalves(values)
 #define _mm512_cvtph_ps(values) emulation::HalvesToFloats(values)

@@ -1,0 +1,24 @@
+"""What the compiled kernels are run with, for the tests that ask for it."""
+
+import pytest
+import torch
+
+from nf4tensor.kernels import native
+from tests.kernels.compiled import usable_isas
+
+
+@pytest.fixture(params=usable_isas())
+def isa(request: pytest.FixtureRequest):
+    """Each instruction set in turn."""
+    best = native.isa()
+    native.use_isa(request.param)
+    yield request.param
+    native.use_isa(best)
+
+
+@pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
+def threads(request: pytest.FixtureRequest):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
