@@ -43,7 +43,21 @@ inline RecordSpec CheckedSpec(const StableIValue* arguments) {
   return spec;
 }
 
-// The leading sizes of a CPU tensor whose last size must be `last`.
+// Refuses a tensor that reaches past its storage: FSDP frees one so.
+inline void CheckStorage(const Tensor& tensor, const char* name) {
+  if (tensor.numel() == 0) return;
+  const std::vector<int64_t> sizes = tensor.sizes();
+  const std::vector<int64_t> strides = tensor.strides();
+  int64_t last = tensor.storage_offset();
+  for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
+  const int64_t needed = (last + 1) * tensor.element_bytes();
+  if (needed > tensor.storage_bytes()) {
+    Refuse(name, " has ", needed, " bytes, its storage only ", tensor.storage_bytes(),
+           ": it was freed");
+  }
+}
+
+// The leading sizes of a CPU tensor whose last size must be `last`, and that has its storage.
 inline std::vector<int64_t> CheckedLead(const Tensor& tensor, const char* name, int64_t last) {
   if (tensor.device_type() != aoti_torch_device_type_cpu()) Refuse(name, " is not on the CPU");
   std::vector<int64_t> sizes = tensor.sizes();
@@ -51,6 +65,7 @@ inline std::vector<int64_t> CheckedLead(const Tensor& tensor, const char* name, 
   if (sizes.back() != last) {
     Refuse(name, " has the last size ", sizes.back(), ", expected ", last);
   }
+  CheckStorage(tensor, name);
   sizes.pop_back();
   return sizes;
 }
@@ -78,17 +93,6 @@ inline void CheckFloatDtype(int32_t dtype, const char* name) {
       dtype != aoti_torch_dtype_float16()) {
     Refuse(name, " has elements of dtype code ", dtype, ", expected float32, bfloat16 or float16");
   }
-}
-
-// The bytes of a contiguous tensor. A storage can be smaller than its tensor: FSDP frees it so.
-inline uint8_t* CheckedBytes(const Tensor& tensor, const char* name) {
-  const int64_t element_bytes = tensor.element_bytes();
-  const int64_t room = tensor.storage_bytes() / element_bytes - tensor.storage_offset();
-  if (tensor.numel() > room) {
-    Refuse(name, " has ", tensor.numel() * element_bytes, " bytes, its storage only ",
-           tensor.storage_bytes(), ": it was freed");
-  }
-  return static_cast<uint8_t*>(tensor.data());
 }
 
 }  // namespace nf4tensor

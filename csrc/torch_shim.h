@@ -39,6 +39,7 @@ AOTITorchError aoti_torch_get_numel(AtenTensorHandle tensor, int64_t* numel);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** sizes);
 AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle tensor, int64_t* offset);
 AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle tensor, int64_t* num_bytes);
+AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** strides);
 AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* is_contiguous);
 
 AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self,
@@ -168,17 +169,24 @@ class Tensor {
 
   int32_t dtype() const { return Get(aoti_torch_get_dtype, "read a dtype"); }
   int32_t device_type() const { return Get(aoti_torch_get_device_type, "read a device"); }
+  int64_t dim() const { return Get(aoti_torch_get_dim, "count dimensions"); }
   int64_t numel() const { return Get(aoti_torch_get_numel, "count elements"); }
   int64_t storage_offset() const { return Get(aoti_torch_get_storage_offset, "read an offset"); }
   int64_t storage_bytes() const { return Get(aoti_torch_get_storage_size, "read a storage"); }
   bool is_contiguous() const { return Get(aoti_torch_is_contiguous, "read strides"); }
-  void* data() const { return Get(aoti_torch_get_data_ptr, "reach data"); }
+  uint8_t* bytes() const {
+    return static_cast<uint8_t*>(Get(aoti_torch_get_data_ptr, "reach data"));
+  }
   int64_t element_bytes() const {
     return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype()));
   }
   std::vector<int64_t> sizes() const {
     const int64_t* sizes = Get(aoti_torch_get_sizes, "read sizes");
-    return {sizes, sizes + Get(aoti_torch_get_dim, "count dimensions")};
+    return {sizes, sizes + dim()};
+  }
+  std::vector<int64_t> strides() const {
+    const int64_t* strides = Get(aoti_torch_get_strides, "read strides");
+    return {strides, strides + dim()};
   }
 
  private:

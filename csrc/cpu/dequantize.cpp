@@ -34,8 +34,8 @@ void DequantizeInto(const Tensor& record, const RecordSpec& spec, const Tensor& 
 
   const int64_t num_rows = record.numel() / spec.pitch();
   if (num_rows == 0) return;
-  const uint8_t* from = CheckedBytes(record, "record");
-  uint8_t* to = CheckedBytes(out, "out");
+  const uint8_t* from = record.bytes();
+  uint8_t* to = out.bytes();
   const DequantizeRows dequantize = CurrentKernels().dequantize[DTypeOf(out.dtype())];
   const int64_t out_pitch = spec.in_features * out.element_bytes();
   const bool stream = IsLargerThanCaches(num_rows * out_pitch);

@@ -94,9 +94,9 @@ Tensor ForEachMatrix(const Operands& operands, const Tensor& input, const Tensor
   if (output.numel() == 0) return output;
   Weight weight{CurrentKernels(),  spec,   DTypeOf(input.dtype()), input.element_bytes(),
                 operands.num_rows, nullptr};
-  const uint8_t* const records = CheckedBytes(record, "record");
-  const uint8_t* const inputs = CheckedBytes(input, "input");
-  uint8_t* const outputs = CheckedBytes(output, "output");
+  const uint8_t* const records = record.bytes();
+  const uint8_t* const inputs = input.bytes();
+  uint8_t* const outputs = output.bytes();
   const int64_t input_bytes = operands.num_inputs * input.sizes().back() * weight.element_bytes;
   const int64_t output_bytes =
       operands.num_inputs * operands.output_sizes.back() * weight.element_bytes;
@@ -127,7 +127,7 @@ Tensor Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
   }
   if (!input.is_contiguous()) return Linear(input.Contiguous(), record, spec, bias);
   if (!record.is_contiguous()) return Linear(input, record.Contiguous(), spec, bias);
-  const uint8_t* const bias_bytes = bias == nullptr ? nullptr : CheckedBytes(*bias, "bias");
+  const uint8_t* const bias_bytes = bias == nullptr ? nullptr : bias->bytes();
   return ForEachMatrix(operands, input, record, spec,
                        [&](const Weight& weight, const uint8_t* from, uint8_t* to) {
                          MultiplyByTransposed(weight, operands.num_inputs, from, bias_bytes, to);

@@ -14,8 +14,8 @@ constexpr int64_t kGrainElements = 1 << 13;
 void Launch(const Tensor& weight, const RecordSpec& spec, bool keep_phase, const Tensor& record) {
   const int64_t num_rows = weight.numel() / spec.in_features;
   if (num_rows == 0) return;
-  const uint8_t* from = CheckedBytes(weight, "weight");
-  uint8_t* to = CheckedBytes(record, "record");
+  const uint8_t* from = weight.bytes();
+  uint8_t* to = record.bytes();
   const QuantizeRows quantize = CurrentKernels().quantize[DTypeOf(weight.dtype())];
   const int64_t weight_pitch = spec.in_features * weight.element_bytes();
   const int64_t grain = std::max<int64_t>(1, kGrainElements / spec.in_features);

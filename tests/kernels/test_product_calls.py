@@ -272,7 +272,6 @@ def test_arguments_that_do_not_fit_are_refused(op, arguments, bias, words):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="csrc copies a strided tensor before it checks its storage")
 @pytest.mark.parametrize("which", ["input", "record", "bias"])
 def test_strided_arguments_of_freed_storages_are_refused(which):
     """In a program of its own, which crashes where the check is missing."""
