@@ -51,6 +51,7 @@ class Grid {
           random_ = Random(in_features << 20 | block_size << 4 | static_cast<int>(scale_kind) << 1 |
                            static_cast<int>(quant_type));
           TestDequantize();
+          TestDequantizeColumns();
           if (scale_kind != ScaleKind::kDynamic8) TestQuantize();  // these are never made
           products_.TestSpec(spec_, random_);
         }
@@ -79,6 +80,34 @@ class Grid {
         Compare("dequantize", dtype, placement, out, expected);
       }
       comparer_.AddToChecksum(expected);
+    }
+  }
+
+  // Some columns, with gaps between rows that must stay as they are.
+  void TestDequantizeColumns() {
+    const Bytes records = MakeRecords(spec_, kNumRows, random_);
+    const int64_t begin = random_.Below(CeilDiv(spec_.in_features, cpu::kPanelWidth)) * 16;
+    const int64_t end = begin + 1 + random_.Below(spec_.in_features - begin);
+    for (const DType dtype : kDTypes) {
+      const int64_t pitch = spec_.in_features * ElementBytes(dtype);
+      const int64_t row_bytes = (end - begin) * ElementBytes(dtype);
+      Bytes whole(kNumRows * pitch);
+      cpu::kScalarKernels.dequantize[dtype](spec_, kNumRows, {0, spec_.in_features, pitch},
+                                            records.data(), whole.data(), false);
+      for (const Placement& placement : kPlacements) {
+        const int64_t gap = ElementBytes(dtype) * random_.Below(40);
+        Bytes expected((kNumRows - 1) * (row_bytes + gap) + row_bytes, kFill);
+        for (int64_t row = 0; row < kNumRows; ++row) {
+          std::memcpy(expected.data() + row * (row_bytes + gap),
+                      whole.data() + row * pitch + begin * ElementBytes(dtype), row_bytes);
+        }
+        const uint8_t* const record = in_.Place(records.data(), records.size(), placement.in_shift);
+        uint8_t* const out = out_.Place(expected.size(), placement.out_shift);
+        kernels_.dequantize[dtype](spec_, kNumRows, {begin, end, row_bytes + gap}, record, out,
+                                   placement.stream);
+        Compare("dequantize columns", dtype, placement, out, expected);
+        comparer_.AddToChecksum(expected);
+      }
     }
   }
 

@@ -24,6 +24,9 @@ namespace {
 // end of a page, behind which nobody may read or write.
 constexpr int64_t kAtEnd = -1;
 
+// What buffers are full of before: it shows what was written that should not be.
+constexpr uint8_t kFill = 0xA5;
+
 // Bytes between guards: before them and behind them are known bytes, which an address sanitizer
 // watches, and behind these is a page that faults.
 class Buffer {
@@ -80,7 +83,6 @@ class Buffer {
  private:
   static constexpr int64_t kPage = 1 << 16;  // the largest page of any processor
   static constexpr int64_t kGuard = 64;
-  static constexpr uint8_t kFill = 0xA5;
 
   int64_t capacity_;
   uint8_t* begin_;

@@ -64,8 +64,6 @@ class ProductTests {
 
  private:
   static constexpr int64_t kRows = 3;
-  // What a Buffer is filled with: it shows what was written that should not be.
-  static constexpr uint8_t kFill = 0xA5;
 
   static Bytes RandomBits(int64_t num_bytes, Random& random) {
     Bytes bytes(num_bytes);
@@ -114,7 +112,8 @@ class ProductTests {
   std::vector<float> Decode(const Bytes& records, cpu::DType dtype) const {
     Bytes weights(kRows * spec_.in_features * ElementBytes(dtype));
     std::vector<float> floats(kRows * spec_.in_features);
-    cpu::kScalarKernels.dequantize[dtype](spec_, kRows, records.data(), weights.data(), false);
+    const cpu::Columns all{0, spec_.in_features, spec_.in_features * ElementBytes(dtype)};
+    cpu::kScalarKernels.dequantize[dtype](spec_, kRows, all, records.data(), weights.data(), false);
     cpu::kScalarKernels.widen[dtype](kRows * spec_.in_features, weights.data(), floats.data());
     return floats;
   }
