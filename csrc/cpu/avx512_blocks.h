@@ -108,8 +108,8 @@ template <template <Path> class Decoder>
 void DequantizeRowsOnPath(const RecordSpec& spec, int64_t num_rows, Columns columns,
                           const uint8_t* record, uint8_t* out, bool stream) {
   constexpr int64_t kBytes = sizeof(typename Decoder<Path::kCached>::Bits);
-  const uint64_t places =
-      reinterpret_cast<uintptr_t>(out) | columns.out_pitch | (spec.block_size * kBytes);
+  const uint64_t places = reinterpret_cast<uintptr_t>(out) | columns.out_pitch |
+                          (columns.begin * kBytes) | (spec.block_size * kBytes);
   if (!stream || places % 32 != 0) {
     DequantizeRowsWith<OneTable<Decoder<Path::kCached>>>(spec, num_rows, columns, record, out,
                                                          false);

@@ -2,8 +2,8 @@
 // weight, which threads take one by one and decode tile by tile.
 //
 // A tile is decoded once for all inputs of a block and stays in the second cache. A block of inputs
-// is widened to float32 once for all units. Both are a few hundred kilobytes to a few megabytes,
-// whatever the sizes of weight and input.
+// is widened to float32 once for all units. Tiles are a few hundred kilobytes; inputs are 4 MB, or
+// kMinBlockInputs of them where rows are longer than 170,000 columns.
 #include "cpu/products.h"
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 namespace nf4tensor::cpu {
 namespace {
 
+constexpr int64_t kMinBlockInputs = 6;
 constexpr int64_t kMaxBlockInputs = 192;
 constexpr int64_t kMaxBlockFloats = int64_t{1} << 20;  // 4 MB
 // Columns of a tile where sums run along rows, and rows where they run across them.
@@ -31,8 +32,8 @@ constexpr int64_t kGrainProducts = 1 << 16;
 
 // Inputs of each block: as many as fit, evenly.
 int64_t BlockInputs(int64_t num_inputs, int64_t length) {
-  const int64_t fitting =
-      std::clamp<int64_t>(kMaxBlockFloats / RoundUp(length, kPanelWidth), 16, kMaxBlockInputs);
+  const int64_t fitting = std::clamp<int64_t>(kMaxBlockFloats / RoundUp(length, kPanelWidth),
+                                              kMinBlockInputs, kMaxBlockInputs);
   return CeilDiv(num_inputs, CeilDiv(num_inputs, fitting));
 }
 
