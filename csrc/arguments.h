@@ -82,6 +82,17 @@ inline void CheckSameLead(const std::vector<int64_t>& record, const std::vector<
   }
 }
 
+// Two contiguous tensors of which one is written.
+inline void CheckNoOverlap(const Tensor& written, const char* name, const Tensor& read,
+                           const char* read_name) {
+  const uint8_t* const first = written.bytes();
+  const uint8_t* const second = read.bytes();
+  if (first < second + read.numel() * read.element_bytes() &&
+      second < first + written.numel() * written.element_bytes()) {
+    Refuse(name, " lies in the memory of ", read_name, ": give it memory of its own");
+  }
+}
+
 inline void CheckRecordDtype(const Tensor& record) {
   if (record.dtype() != aoti_torch_dtype_uint8()) {
     Refuse("record has elements of dtype code ", record.dtype(), ", expected uint8");

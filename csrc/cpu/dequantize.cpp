@@ -34,6 +34,7 @@ void DequantizeInto(const Tensor& record, const RecordSpec& spec, const Tensor& 
 
   const int64_t num_rows = record.numel() / spec.pitch();
   if (num_rows == 0) return;
+  CheckNoOverlap(out, "out", record, "record");
   const uint8_t* from = record.bytes();
   uint8_t* to = out.bytes();
   const DequantizeRows dequantize = CurrentKernels().dequantize[DTypeOf(out.dtype())];

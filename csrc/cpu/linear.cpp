@@ -31,18 +31,31 @@ Sizes Broadcast(const Sizes& a, const Sizes& b) {
   return sizes;
 }
 
-// The index into a stack of leading sizes that is broadcast to `all`, for an index into `all`.
-int64_t StackIndex(const Sizes& lead, const Sizes& all, int64_t index) {
-  int64_t found = 0;
-  int64_t stride = 1;
+// Where the matrix of a stack lies that an index into the broadcast leading sizes `all` stands for,
+// in elements. A stack may be expanded or strided; its matrices are contiguous.
+int64_t MatrixOffset(const Tensor& stack, const Sizes& lead, const Sizes& all, int64_t index) {
+  const Sizes strides = stack.strides();
+  int64_t offset = 0;
   for (size_t i = 0; i < lead.size(); ++i) {
-    const int64_t size = lead[lead.size() - 1 - i];
+    const size_t dim = lead.size() - 1 - i;
     const int64_t all_size = all[all.size() - 1 - i];
-    found += size == 1 ? 0 : index % all_size * stride;
+    offset += lead[dim] == 1 ? 0 : index % all_size * strides[dim];
     index /= all_size;
-    stride *= size;
   }
-  return found;
+  return offset;
+}
+
+// Whether the last two dimensions, or the only one, lie in order.
+bool HasContiguousMatrices(const Tensor& tensor) {
+  const Sizes sizes = tensor.sizes();
+  const Sizes strides = tensor.strides();
+  int64_t expected = 1;
+  for (size_t i = 0; i < sizes.size() && i < 2; ++i) {
+    const size_t dim = sizes.size() - 1 - i;
+    if (sizes[dim] != 1 && strides[dim] != expected) return false;
+    expected *= sizes[dim];
+  }
+  return true;
 }
 
 // The operands of a product, checked: input [*lead, num_inputs, num_from], or [num_from], and
@@ -85,6 +98,11 @@ Operands CheckedOperands(const Tensor& input, const Tensor& record, const Record
   return found;
 }
 
+// Whether inputs need no copy. One matrix of many leading sizes must be contiguous as a whole.
+bool IsReadable(const Tensor& input, const Operands& operands) {
+  return operands.record_lead.empty() ? input.is_contiguous() : HasContiguousMatrices(input);
+}
+
 // Calls multiply(weight, input, output) for each matrix of the stack.
 template <typename Multiply>
 Tensor ForEachMatrix(const Operands& operands, const Tensor& input, const Tensor& record,
@@ -97,14 +115,12 @@ Tensor ForEachMatrix(const Operands& operands, const Tensor& input, const Tensor
   const uint8_t* const records = record.bytes();
   const uint8_t* const inputs = input.bytes();
   uint8_t* const outputs = output.bytes();
-  const int64_t input_bytes = operands.num_inputs * input.sizes().back() * weight.element_bytes;
   const int64_t output_bytes =
       operands.num_inputs * operands.output_sizes.back() * weight.element_bytes;
   for (int64_t i = 0; i < num_matrices; ++i) {
-    weight.record = records + StackIndex(operands.record_lead, operands.lead, i) *
-                                  operands.num_rows * spec.pitch();
-    multiply(weight, inputs + StackIndex(operands.input_lead, operands.lead, i) * input_bytes,
-             outputs + i * output_bytes);
+    weight.record = records + MatrixOffset(record, operands.record_lead, operands.lead, i);
+    const int64_t offset = MatrixOffset(input, operands.input_lead, operands.lead, i);
+    multiply(weight, inputs + offset * weight.element_bytes, outputs + i * output_bytes);
   }
   return output;
 }
@@ -125,8 +141,8 @@ Tensor Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
       return Linear(input, record, spec, &contiguous);
     }
   }
-  if (!input.is_contiguous()) return Linear(input.Contiguous(), record, spec, bias);
-  if (!record.is_contiguous()) return Linear(input, record.Contiguous(), spec, bias);
+  if (!IsReadable(input, operands)) return Linear(input.Contiguous(), record, spec, bias);
+  if (!HasContiguousMatrices(record)) return Linear(input, record.Contiguous(), spec, bias);
   const uint8_t* const bias_bytes = bias == nullptr ? nullptr : bias->bytes();
   return ForEachMatrix(operands, input, record, spec,
                        [&](const Weight& weight, const uint8_t* from, uint8_t* to) {
@@ -136,8 +152,8 @@ Tensor Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
 
 Tensor Matmul(const Tensor& input, const Tensor& record, const RecordSpec& spec) {
   const Operands operands = CheckedOperands(input, record, spec, /*is_transposed=*/false);
-  if (!input.is_contiguous()) return Matmul(input.Contiguous(), record, spec);
-  if (!record.is_contiguous()) return Matmul(input, record.Contiguous(), spec);
+  if (!IsReadable(input, operands)) return Matmul(input.Contiguous(), record, spec);
+  if (!HasContiguousMatrices(record)) return Matmul(input, record.Contiguous(), spec);
   return ForEachMatrix(operands, input, record, spec,
                        [&](const Weight& weight, const uint8_t* from, uint8_t* to) {
                          MultiplyBy(weight, operands.num_inputs, from, to);

@@ -34,11 +34,14 @@ bool HasTunedLibrary(DType dtype) {
 #endif
 }
 
-// Elements of a panel's side, beside another of some length: even pieces, in whole cache lines.
+// Elements of a panel's side, beside another of some length: even pieces of what fits, in whole
+// cache lines where they do.
 int64_t PanelSide(const Weight& weight, int64_t side, int64_t other) {
-  constexpr int64_t kStep = 64;
-  const int64_t fitting = kPanelBytes / (other * weight.element_bytes) / kStep * kStep;
-  return RoundUp(CeilDiv(side, CeilDiv(side, std::max(fitting, kStep))), kStep);
+  constexpr int64_t kLine = 64;
+  const int64_t fitting = kPanelBytes / (other * weight.element_bytes);
+  const int64_t step = fitting < kLine ? kPanelWidth : kLine;
+  const int64_t num_panels = CeilDiv(side, std::max(fitting / step * step, step));
+  return RoundUp(CeilDiv(side, num_panels), step);
 }
 
 // Decodes some columns of all rows of a panel.

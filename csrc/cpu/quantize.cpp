@@ -14,6 +14,7 @@ constexpr int64_t kGrainElements = 1 << 13;
 void Launch(const Tensor& weight, const RecordSpec& spec, bool keep_phase, const Tensor& record) {
   const int64_t num_rows = weight.numel() / spec.in_features;
   if (num_rows == 0) return;
+  CheckNoOverlap(record, "record", weight, "weight");
   const uint8_t* from = weight.bytes();
   uint8_t* to = record.bytes();
   const QuantizeRows quantize = CurrentKernels().quantize[DTypeOf(weight.dtype())];

@@ -55,6 +55,25 @@ def guard(output: Tensor, weight: Tensor) -> Tensor:
     return output
 
 
+def count_write(tensor: Tensor) -> None:
+    """Tell autograd of a write below it: a backward pass that saved the old values raises."""
+    if not (torch.compiler.is_compiling() or tensor.is_inference()):
+        torch.autograd.graph.increment_version(tensor)
+
+
+def check_out(out: Tensor) -> None:
+    """Refuse an output that a gradient would have to go through.
+
+    Raises:
+        GradientError: It requires a gradient, in a mode that records gradients.
+    """
+    if out.requires_grad and torch.is_grad_enabled():
+        raise GradientError(
+            "out requires a gradient, which nothing written into it can pass on: give out.detach() "
+            "or call this under torch.no_grad()"
+        )
+
+
 @overrides(torch.Tensor.requires_grad_)
 def _requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     """Accept the flag and raise when a gradient arrives."""

@@ -58,7 +58,9 @@ def multiply(
         dense = weight.decode(input.dtype)
         output = input @ (dense.mT if transposed else dense)
     elif transposed == (weight.view_kind == "rows"):
-        return gradient.guard(ops.linear(input, weight.record, weight.spec, bias), weight)
+        if bias is None or bias.shape == weight.record.shape[-2:-1]:
+            return gradient.guard(ops.linear(input, weight.record, weight.spec, bias), weight)
+        output = ops.linear(input, weight.record, weight.spec)
     else:
         output = ops.matmul(input, weight.record, weight.spec)
     return gradient.guard(output if bias is None else output + bias, weight)

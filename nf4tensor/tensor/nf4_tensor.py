@@ -125,6 +125,7 @@ class NF4Tensor(torch.Tensor):
         Raises:
             DTypeError: The dtype is another one.
             ShapeError: `out` has another shape.
+            GradientError: `out` requires a gradient.
         """
         if out is not None:
             return self._dequantize_into(dtype, out)
@@ -144,10 +145,12 @@ class NF4Tensor(torch.Tensor):
             )
         if out.shape != self.shape:
             raise ShapeError(f"out has shape {tuple(out.shape)}, expected {tuple(self.shape)}")
+        gradient.check_out(out)
         target = out.mT if self.view_kind == "transposed" else out
         if self.view_kind == "flat":
             target = out.view(*self.record.shape[:-1], self.spec.in_features)
         ops.dequantize_into(self.record, self.spec, target)
+        gradient.count_write(out)
         return out
 
     def get_original_weight(self) -> Tensor:

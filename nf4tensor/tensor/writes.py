@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nf4tensor.errors import ShapeError, SpecError, UnsupportedError
 from nf4tensor.kernels import ops
-from nf4tensor.tensor import fallback
+from nf4tensor.tensor import fallback, gradient
 from nf4tensor.tensor.dispatch import bind, implements, overrides
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 from nf4tensor.tensor.quantize import check_finite
@@ -67,6 +67,7 @@ def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     rows = target[key].clone()
     rows.copy_(values)
     op(target.record, indices, rows.record)
+    gradient.count_write(target.record)
     return target
 
 
@@ -90,6 +91,7 @@ def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if target.view_kind == "flat":
         records = [record.view(-1, target.spec.pitch) for record in records]
     op(*records, *args[2:], **kwargs)
+    gradient.count_write(target.record)
     if target.new_rows is not None:
         target.new_rows.is_filled = True
     return target
@@ -165,6 +167,7 @@ def write(target: NF4Tensor, source: Tensor) -> None:
         source = source.to(target.dtype)
     check_finite(source)
     ops.quantize_into(source, target.spec, target.record)
+    gradient.count_write(target.record)
 
 
 def _has_shared_rows(record: Tensor) -> bool:

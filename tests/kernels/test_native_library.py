@@ -205,3 +205,13 @@ def test_environment_forces_an_instruction_set():
         env=os.environ | {"NF4TENSOR_ISA": "scalar"},
     )
     assert result.stdout.strip() == "scalar", result.stderr
+
+
+@compiled
+def test_memory_that_overlaps_is_refused():
+    weight = torch.zeros(4, 32)
+    inside = weight.view(torch.uint8).view(-1)[: 4 * PITCH].view(4, PITCH)
+    with pytest.raises(ValueError, match="record lies in the memory of weight"):
+        call("quantize_into", weight, inside)
+    with pytest.raises(ValueError, match="out lies in the memory of record"):
+        call("dequantize_into", inside, weight)

@@ -244,3 +244,15 @@ def test_nothing_to_multiply(dtype):
     )
     zeros = torch.zeros(3, 80, dtype=dtype)
     assert_same_bits(ops.linear(zeros, record, spec, bias), bias.expand(3, 6))
+
+
+@pytest.mark.usefixtures("isa")
+def test_stacks_are_read_where_they_lie():
+    """Expanded and strided stacks give the bits of copies, and are not copied."""
+    spec = make_spec(130)
+    record = ops.quantize(dense(4, 9, 130), spec)
+    x, y = dense(5, 4, 3, 130).transpose(0, 1).transpose(0, 1), dense(4, 1, 9).expand(4, 3, 9)
+    for stack in (record, record[:1].expand(4, -1, -1), record[::2].repeat(2, 1, 1)[::1]):
+        for product, inputs in ((ops.linear, x), (ops.matmul, y)):
+            expected = product(inputs.contiguous(), stack.contiguous(), spec)
+            assert_same_bits(product(inputs, stack, spec), expected)

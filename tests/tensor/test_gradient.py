@@ -201,3 +201,40 @@ def test_views_in_inference_mode_stay_normal_tensors():
         assert not tensor.is_inference()
         assert_same(tensor, view(q))
     F.linear(leaf(5, IN), found[-1]).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda q: q.mul_(2),
+        lambda q: q.copy_(dense(OUT, IN, seed=9)),
+        lambda q: q.copy_(make(OUT, IN, seed=9)),
+        lambda q: q.zero_(),
+        lambda q: q.__setitem__(torch.tensor([1, 2]), make(2, IN)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::nf4tensor.NF4TensorWarning")
+def test_a_write_before_backward_is_noticed(write):
+    q, inputs = make(OUT, IN), leaf(5, IN)
+    output = F.linear(inputs, q)
+    with torch.no_grad():
+        write(q)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_decoding_into_what_autograd_saved_is_noticed():
+    q, saved = make(OUT, IN), torch.ones(OUT, IN)
+    output = (saved * leaf(OUT, IN)).sum()
+    q.dequantize(out=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+def test_out_that_requires_a_gradient_is_refused():
+    q, out = make(OUT, IN), leaf(OUT, IN)
+    for target in (out, out * 2):
+        with pytest.raises(GradientError, match=r"out requires a gradient.*give out.detach\(\)"):
+            q.dequantize(out=target)
+    with torch.no_grad():
+        assert_same(q.dequantize(out=out), q)

@@ -45,6 +45,7 @@ FORMS = {
     "linear with bias": lambda o: F.linear(o.x, o.w, o.bias),
     "linear by keywords": lambda o: F.linear(input=o.x, weight=o.w, bias=o.bias),
     "linear, keywords in any order": lambda o: F.linear(o.x, bias=o.bias, weight=o.w),
+    "linear with a bias that broadcasts": lambda o: F.linear(o.x, o.w, o.bias[None]),
     "linear of a vector": lambda o: F.linear(o.x[0], o.w, o.bias),
     "linear of a batch": lambda o: F.linear(o.batch, o.w, o.bias),
     "linear of nothing": lambda o: F.linear(o.x[:0], o.w, o.bias),
