@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nf4tensor import NF4Tensor, memory_footprint, to_nf4
 from nf4tensor.errors import ShardingError
+from tests.bounds import roundoff
 from tests.fsdp.training import GLOBAL_BATCH, make_model, shard, train
 from tests.ranks import Ranks
 
@@ -54,9 +55,13 @@ def test_ten_steps_equal_the_unsharded_model(ranks: Ranks, unsharded_losses, res
 def test_every_mode_equals_the_same_program_with_a_dense_base(
     ranks: Ranks, model_options, train_options, shard_options
 ):
+    """Losses differ by what another order of float32 sums, rounded to the dtype, may do."""
+    policy = shard_options.get("mp_policy", MixedPrecisionPolicy(torch.float32))
+    tolerance = max(TOLERANCE, roundoff(policy.param_dtype))
     options = (model_options, {"steps": 4, **train_options}, shard_options)
     quantized = ranks.run(losses_of, True, *options)
-    assert quantized == ranks.run(losses_of, False, *options)
+    for losses, expected in zip(quantized, ranks.run(losses_of, False, *options), strict=True):
+        assert losses == pytest.approx(expected, rel=tolerance)
 
 
 def gathered_records(rank, world_size):
@@ -193,7 +198,7 @@ def stack_of_experts(rank, world_size):
     dense = torch.randn(3, 20, 64)
     module.weight = torch.nn.Parameter(to_nf4(dense), requires_grad=False)
     module.forward = lambda x: x @ module.weight.mT
-    expected = torch.ones(3, 2, 64) @ module.weight.dequantize().mT
+    expected = module(torch.ones(3, 2, 64))
     fully_shard(module)
     for _ in range(2):
         assert torch.equal(module(torch.ones(3, 2, 64)), expected)
