@@ -38,34 +38,8 @@ struct Unpacker {
   }
 };
 
-template <Path kPath>
-using ToFloat32 = Avx512FourByteDecoder<Unpacker, kPath>;
-template <Path kPath>
-using ToBFloat16 = Avx512TwoByteDecoder<BFloat16, Unpacker, kPath>;
-template <Path kPath>
-using ToFloat16 = Avx512TwoByteDecoder<Float16, Unpacker, kPath>;
-template <typename Format>
-using ToFloats = OneTable<Avx512FloatDecoder<Format, Unpacker>>;
-
 }  // namespace
 
-const Kernels kAvx512VbmiKernels = {
-    "avx512vbmi",
-    {DequantizeRowsOnPath<ToFloat32>, DequantizeRowsOnPath<ToBFloat16>,
-     DequantizeRowsOnPath<ToFloat16>},
-    {QuantizeRowsWith<Avx512Encoder, Float32>, QuantizeRowsWith<Avx512Encoder, BFloat16>,
-     QuantizeRowsWith<Avx512Encoder, Float16>},
-    {DecodeTileWith<ToFloats<Float32>>, DecodeTileWith<ToFloats<BFloat16>>,
-     DecodeTileWith<ToFloats<Float16>>},
-    {Avx512Widen<Float32>, Avx512Widen<BFloat16>, Avx512Widen<Float16>},
-    {Avx512Narrow<Float32>, Avx512Narrow<BFloat16>, Avx512Narrow<Float16>},
-    MultiplyTransposedWith<Avx512Vector>,
-    MultiplyWith<Avx512Vector>,
-    /*max_dot_inputs=*/4,
-    {ArrangeWith<Avx512Vector, ToFloats<Float32>>, ArrangeWith<Avx512Vector, ToFloats<BFloat16>>,
-     ArrangeWith<Avx512Vector, ToFloats<Float16>>},
-    {DotRowsWith<Avx512Vector, ToFloats<Float32>>, DotRowsWith<Avx512Vector, ToFloats<BFloat16>>,
-     DotRowsWith<Avx512Vector, ToFloats<Float16>>},
-};
+const Kernels kAvx512VbmiKernels = Avx512<Unpacker>::Table("avx512vbmi");
 
 }  // namespace nf4tensor::cpu
