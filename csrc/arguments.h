@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "common/dtype.h"
 #include "common/record.h"
 #include "torch_shim.h"
 
@@ -104,6 +105,17 @@ inline void CheckFloatDtype(int32_t dtype, const char* name) {
       dtype != aoti_torch_dtype_float16()) {
     Refuse(name, " has elements of dtype code ", dtype, ", expected float32, bfloat16 or float16");
   }
+}
+
+// Of torch's dtype, which has been checked, and the other way round.
+inline DType DTypeOf(int32_t torch_dtype) {
+  if (torch_dtype == aoti_torch_dtype_float32()) return kFloat32;
+  return torch_dtype == aoti_torch_dtype_bfloat16() ? kBFloat16 : kFloat16;
+}
+
+inline int32_t TorchDTypeOf(DType dtype) {
+  if (dtype == kFloat32) return aoti_torch_dtype_float32();
+  return dtype == kBFloat16 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float16();
 }
 
 }  // namespace nf4tensor

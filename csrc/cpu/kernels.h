@@ -3,12 +3,10 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/record.h"
 
 namespace nf4tensor::cpu {
-
-// The indices of the float dtypes in the tables below.
-enum DType : int { kFloat32, kBFloat16, kFloat16, kNumDTypes };
 
 inline constexpr int kPanelWidth = 16;
 
@@ -110,9 +108,5 @@ extern const Kernels kNeonKernels;
 
 // The kernels in use: of the best instruction set, until UseIsa says otherwise.
 const Kernels& CurrentKernels();
-
-// The index in the tables of torch's dtype, which has been checked, and the other way round.
-DType DTypeOf(int32_t torch_dtype);
-int32_t TorchDTypeOf(DType dtype);
 
 }  // namespace nf4tensor::cpu

@@ -4,8 +4,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "arguments.h"
 #include "cpu/workspace.h"
-#include "torch_shim.h"
 
 namespace nf4tensor::cpu {
 namespace {

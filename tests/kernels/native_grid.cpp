@@ -23,7 +23,6 @@ extern "C" int nf4tensor_use_isa(const char* isa);
 namespace nf4tensor {
 namespace {
 
-using cpu::DType;
 using cpu::Kernels;
 
 constexpr int64_t kNumRows = 3;

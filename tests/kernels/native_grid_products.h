@@ -12,7 +12,7 @@
 namespace nf4tensor {
 namespace {
 
-constexpr cpu::DType kDTypes[] = {cpu::kFloat32, cpu::kBFloat16, cpu::kFloat16};
+constexpr DType kDTypes[] = {kFloat32, kBFloat16, kFloat16};
 
 class ProductTests {
  public:
@@ -25,7 +25,7 @@ class ProductTests {
     const Bytes records = MakeRecords(spec_, kRows, random);
     Bytes finite = records;
     MakeScalesFinite(finite, random);
-    for (const cpu::DType dtype : kDTypes) {
+    for (const DType dtype : kDTypes) {
       const int64_t begin = random.Below(CeilDiv(spec_.in_features, cpu::kPanelWidth)) * 16;
       const int64_t end = begin + 1 + random.Below(spec_.in_features - begin);
       for (const int64_t shift : {int64_t{0}, int64_t{3}, kAtEnd}) {
@@ -34,14 +34,14 @@ class ProductTests {
       }
     }
     // Last, since not every instruction set has them and takes of the random numbers.
-    for (const cpu::DType dtype : kDTypes) TestDots(finite, dtype, random);
+    for (const DType dtype : kDTypes) TestDots(finite, dtype, random);
   }
 
   // Whatever knows no records.
   void TestFloats() {
     spec_ = RecordSpec{};
     Random random(1);
-    for (const cpu::DType dtype : kDTypes) {
+    for (const DType dtype : kDTypes) {
       for (int64_t count = 0; count <= 70; ++count) {
         TestWiden(RandomBits(count * ElementBytes(dtype), random), dtype, count);
         TestNarrow(dtype, count, random);
@@ -89,7 +89,7 @@ class ProductTests {
     return bytes;
   }
 
-  void Compare(const char* op, cpu::DType dtype, int64_t shift, const uint8_t* actual,
+  void Compare(const char* op, DType dtype, int64_t shift, const uint8_t* actual,
                const Bytes& expected) {
     comparer_.Compare(op, spec_, dtype, {shift, 0, false}, {&in_, &tile_, &out_}, actual, expected);
     comparer_.AddToChecksum(expected);
@@ -109,7 +109,7 @@ class ProductTests {
   }
 
   // The weights that a dtype holds, as float32 [kRows, in_features].
-  std::vector<float> Decode(const Bytes& records, cpu::DType dtype) const {
+  std::vector<float> Decode(const Bytes& records, DType dtype) const {
     Bytes weights(kRows * spec_.in_features * ElementBytes(dtype));
     std::vector<float> floats(kRows * spec_.in_features);
     const cpu::Columns all{0, spec_.in_features, spec_.in_features * ElementBytes(dtype)};
@@ -119,8 +119,8 @@ class ProductTests {
   }
 
   // Both layouts, with gaps between rows and panels that must stay as they are.
-  void TestDecodeTile(const Bytes& records, cpu::DType dtype, int64_t begin, int64_t end,
-                      int64_t shift, Random& random) {
+  void TestDecodeTile(const Bytes& records, DType dtype, int64_t begin, int64_t end, int64_t shift,
+                      Random& random) {
     const std::vector<float> weights = Decode(records, dtype);
     const int64_t num_panels = CeilDiv(end - begin, cpu::kPanelWidth);
     const int64_t gap = cpu::kPanelWidth * random.Below(2);
@@ -149,7 +149,7 @@ class ProductTests {
   }
 
   // Products of few inputs, of any columns that are whole steps, added to what is there.
-  void TestDots(const Bytes& records, cpu::DType dtype, Random& random) {
+  void TestDots(const Bytes& records, DType dtype, Random& random) {
     const int64_t num_steps = spec_.in_features / cpu::kDotStep;
     if (kernels_.max_dot_inputs == 0 || num_steps == 0) return;
     if (spec_.block_size % cpu::kDotStep != 0) return;
@@ -196,21 +196,21 @@ class ProductTests {
     return static_cast<int64_t>(floats.size());
   }
 
-  void TestWiden(const Bytes& values, cpu::DType dtype, int64_t count) {
+  void TestWiden(const Bytes& values, DType dtype, int64_t count) {
     std::vector<float> floats(count);
     cpu::kScalarKernels.widen[dtype](count, values.data(), floats.data());
     Bytes expected = BytesOf(floats);
-    MakeNansAlike(cpu::kFloat32, count, expected.data());
+    MakeNansAlike(kFloat32, count, expected.data());
     for (const int64_t shift : {int64_t{0}, int64_t{2}, kAtEnd}) {
       const uint8_t* const from = in_.Place(values.data(), values.size(), shift);
       uint8_t* const to = out_.Place(4 * count, kAtEnd);
       kernels_.widen[dtype](count, from, Floats(to));
-      MakeNansAlike(cpu::kFloat32, count, to);
+      MakeNansAlike(kFloat32, count, to);
       Compare("widen", dtype, shift, to, expected);
     }
   }
 
-  void TestNarrow(cpu::DType dtype, int64_t count, Random& random) {
+  void TestNarrow(DType dtype, int64_t count, Random& random) {
     std::vector<float> floats(count);
     for (float& value : floats) {
       value = random.Below(2) == 0 ? AnyScale(random)
@@ -228,7 +228,7 @@ class ProductTests {
   }
 
   // Clause 6.3 leaves the bits of a NaN open; the scalar kernels round to one only.
-  static void MakeNansAlike(cpu::DType dtype, int64_t count, uint8_t* values) {
+  static void MakeNansAlike(DType dtype, int64_t count, uint8_t* values) {
     std::vector<float> floats(count);
     cpu::kScalarKernels.widen[dtype](count, values, floats.data());
     for (int64_t i = 0; i < count; ++i) {
@@ -240,15 +240,15 @@ class ProductTests {
   }
 
   // Each value of 16 bits, and the float32 with the same upper bits and a tie.
-  void TestEveryWord(cpu::DType dtype) {
+  void TestEveryWord(DType dtype) {
     constexpr int64_t kCount = 512;
     for (uint32_t word = 0; word < 0x10000; word += kCount) {
       Bytes values(kCount * ElementBytes(dtype));
       std::vector<float> ties(kCount);
       for (uint32_t i = 0; i < kCount; ++i) {
-        const uint32_t bits = dtype == cpu::kFloat32 ? (word + i) << 16 : word + i;
+        const uint32_t bits = dtype == kFloat32 ? (word + i) << 16 : word + i;
         std::memcpy(values.data() + i * ElementBytes(dtype), &bits, ElementBytes(dtype));
-        ties[i] = FloatFromBits((word + i) << 16 | (dtype == cpu::kFloat16 ? 0x1000u : 0x8000u));
+        ties[i] = FloatFromBits((word + i) << 16 | (dtype == kFloat16 ? 0x1000u : 0x8000u));
       }
       TestWiden(values, dtype, kCount);
       Bytes expected(values.size());
@@ -281,7 +281,7 @@ class ProductTests {
         }
       }
     }
-    Compare("multiply_transposed", cpu::kFloat32, num_inputs, actual, BytesOf(output));
+    Compare("multiply_transposed", kFloat32, num_inputs, actual, BytesOf(output));
   }
 
   void TestMultiply(int64_t num_inputs, int64_t num_rows, int64_t num_panels, Random& random) {
@@ -306,7 +306,7 @@ class ProductTests {
         }
       }
     }
-    Compare("multiply", cpu::kFloat32, num_inputs, actual, BytesOf(output));
+    Compare("multiply", kFloat32, num_inputs, actual, BytesOf(output));
   }
 
   static constexpr int64_t kCapacity = 1 << 18;

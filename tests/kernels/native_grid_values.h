@@ -133,15 +133,13 @@ float AnyWeight(int64_t kind, bool first, Random& random) {
   }
 }
 
-uint32_t RoundTo(cpu::DType dtype, float value) {
-  if (dtype == cpu::kFloat32) return cpu::Float32::Round(value);
-  return dtype == cpu::kBFloat16 ? cpu::BFloat16::Round(value) : cpu::Float16::Round(value);
+uint32_t RoundTo(DType dtype, float value) {
+  if (dtype == kFloat32) return cpu::Float32::Round(value);
+  return dtype == kBFloat16 ? cpu::BFloat16::Round(value) : cpu::Float16::Round(value);
 }
 
-constexpr int64_t ElementBytes(cpu::DType dtype) { return dtype == cpu::kFloat32 ? 4 : 2; }
-
 // Blocks of every kind; few have a NaN or an infinity, which spoil a whole segment.
-std::vector<uint8_t> MakeWeights(const RecordSpec& spec, cpu::DType dtype, int64_t num_rows,
+std::vector<uint8_t> MakeWeights(const RecordSpec& spec, DType dtype, int64_t num_rows,
                                  Random& random) {
   const int64_t element_bytes = ElementBytes(dtype);
   std::vector<uint8_t> weights(num_rows * spec.in_features * element_bytes);
