@@ -1,0 +1,151 @@
+// What the kernels use beyond C++: the words of CUDA, some instructions of its processors, and the
+// launch. Compiled by nvcc, or with NF4TENSOR_EMULATE by a host compiler, which runs blocks, warps
+// and barriers one thread at a time (tests/kernels/emulation/cuda_emulator.h).
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#ifdef NF4TENSOR_EMULATE
+#include "cuda_emulator.h"
+#else
+#include <cuda_runtime.h>
+#endif
+
+#include "cuda/kernels.h"
+
+namespace nf4tensor::cuda {
+
+inline constexpr uint32_t kWarpThreads = 32;
+inline constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+
+struct Launch {
+  uint32_t blocks;
+  uint32_t threads;
+  Stream stream;
+};
+
+#ifdef NF4TENSOR_EMULATE
+
+inline int ComputeCapability() { return emulator::state.compute_capability; }
+inline int NumProcessors() { return emulator::state.num_processors; }
+
+template <typename... Parameters, typename... Arguments>
+void Run(void (*kernel)(Parameters...), const Launch& launch, const Arguments&... arguments) {
+  emulator::Run(launch.blocks, launch.threads, kernel, static_cast<Parameters>(arguments)...);
+}
+
+// Two values to one word, the first in the low half.
+template <DType kDType>
+uint32_t RoundPair(float low, float high) {
+  return emulator::RoundTo<kDType>(low) | emulator::RoundTo<kDType>(high) << 16;
+}
+
+inline uint4 LoadOnce(const uint8_t* from) { return emulator::Load<uint4>(from); }
+
+template <int kBytes>
+void StoreOnce(uint8_t* to, const uint32_t* words) {
+  emulator::Store<kBytes>(to, words);
+}
+
+template <DType kDType>
+void MultiplyTile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  emulator::MultiplyTile<kDType>(sums, a, b);
+}
+
+#else
+
+inline void CheckCuda(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("nf4tensor: CUDA failed to ") + what + ": " +
+                             cudaGetErrorString(error));
+  }
+}
+
+inline int DeviceAttribute(cudaDeviceAttr attribute) {
+  int device = 0;
+  int value = 0;
+  CheckCuda(cudaGetDevice(&device), "tell the current device");
+  CheckCuda(cudaDeviceGetAttribute(&value, attribute, device), "describe a device");
+  return value;
+}
+
+// Of the current device: 90 for 9.0.
+inline int ComputeCapability() {
+  return 10 * DeviceAttribute(cudaDevAttrComputeCapabilityMajor) +
+         DeviceAttribute(cudaDevAttrComputeCapabilityMinor);
+}
+
+inline int NumProcessors() { return DeviceAttribute(cudaDevAttrMultiProcessorCount); }
+
+template <typename... Parameters, typename... Arguments>
+void Run(void (*kernel)(Parameters...), const Launch& launch, const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = launch.blocks;
+  config.blockDim = launch.threads;
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  CheckCuda(cudaLaunchKernelEx(&config, kernel, arguments...), "launch a kernel");
+}
+
+// Two values to one word, the first in the low half. To nearest even; subnormals stay.
+template <DType kDType>
+__device__ __forceinline__ uint32_t RoundPair(float low, float high) {
+  uint32_t word;
+  if constexpr (kDType == kBFloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  }
+  return word;
+}
+
+// 16 bytes that nobody will read again, at a multiple of 16.
+__device__ __forceinline__ uint4 LoadOnce(const uint8_t* from) {
+  uint4 words;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(from));
+  return words;
+}
+
+// 2 to 16 bytes that nobody will read soon, at a multiple of their number.
+template <int kBytes>
+__device__ __forceinline__ void StoreOnce(uint8_t* to, const uint32_t* words) {
+  static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4 || kBytes == 2);
+  if constexpr (kBytes == 16) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  } else if constexpr (kBytes == 8) {
+    asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(words[0]), "r"(words[1])
+                 : "memory");
+  } else if constexpr (kBytes == 4) {
+    asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(to), "r"(words[0]) : "memory");
+  } else {
+    asm volatile("st.global.cs.u16 [%0], %1;" ::"l"(to), "h"(static_cast<uint16_t>(words[0]))
+                 : "memory");
+  }
+}
+
+// sums += A @ B by a warp: mma.sync.m16n8k16 of 16-bit floats, summed in float32. The fragments
+// are those of the PTX manual.
+template <DType kDType>
+__device__ __forceinline__ void MultiplyTile(float (&sums)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2]) {
+  if constexpr (kDType == kBFloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+#endif
+
+}  // namespace nf4tensor::cuda

@@ -1,0 +1,87 @@
+// A spec as a thread wants it: 32-bit offsets, divisions by multiplication; and the scale of a
+// block.
+#pragma once
+
+#include "cuda/device.h"
+
+namespace nf4tensor::cuda {
+
+// n / divisor for n below 2^31, as (high(n * magic) + n) >> shift (Granlund and Montgomery, 1994).
+struct Divider {
+  uint32_t magic;
+  uint32_t shift;
+  uint32_t divisor;
+};
+
+inline Divider MakeDivider(uint32_t divisor) {
+  uint32_t shift = 0;
+  while ((uint64_t{1} << shift) < divisor) ++shift;
+  const uint64_t rest = (uint64_t{1} << shift) - divisor;
+  return {static_cast<uint32_t>((rest << 32) / divisor + 1), shift, divisor};
+}
+
+__device__ __forceinline__ uint32_t Divide(uint32_t n, const Divider& by) {
+  return (__umulhi(n, by.magic) + n) >> by.shift;
+}
+
+// Sizes and offsets of one row, in bytes unless they count something.
+struct RowLayout {
+  uint32_t pitch;
+  uint32_t in_features;
+  uint32_t scales_offset;
+  uint32_t segments_offset;
+  uint32_t block_shift;  // log2 of the block size
+  uint32_t num_segments;
+  Divider segment_length;
+};
+
+// Rows of kernels are shorter than this; 2 GiB as float32.
+inline constexpr int64_t kMaxInFeatures = int64_t{1} << 29;
+
+inline RowLayout MakeRowLayout(const RecordSpec& spec) {
+  RowLayout layout{static_cast<uint32_t>(spec.pitch()),
+                   static_cast<uint32_t>(spec.in_features),
+                   static_cast<uint32_t>(spec.scales_offset()),
+                   static_cast<uint32_t>(spec.segments_offset()),
+                   0,
+                   static_cast<uint32_t>(spec.num_segments),
+                   MakeDivider(1)};
+  while ((int64_t{1} << layout.block_shift) < spec.block_size) ++layout.block_shift;
+  if (spec.has_segments()) {
+    // A length past every block is as good as any other of them.
+    const int64_t longest = int64_t{1} << 30;
+    layout.segment_length = MakeDivider(
+        static_cast<uint32_t>(spec.segment_length < longest ? spec.segment_length : longest));
+  }
+  return layout;
+}
+
+__device__ constexpr auto kDeviceDynamicMapBits = MakeDynamicMapBits();
+
+// The scale of a block, which the row has.
+template <ScaleKind kKind>
+__device__ __forceinline__ float BlockScale(const RowLayout& layout, const uint8_t* row,
+                                            uint32_t block) {
+  const uint8_t* const scales = row + layout.scales_offset;
+  if constexpr (kKind == ScaleKind::kFloat32) {
+    return __ldg(reinterpret_cast<const float*>(scales) + block);
+  } else {
+    const uint8_t* const segments = row + layout.segments_offset;
+    uint32_t segment = 0;
+    if (layout.num_segments > 1) {
+      const uint32_t phase = __ldg(reinterpret_cast<const uint32_t*>(segments));
+      // No phase leads out of the row, not even one that no file reader accepts.
+      const uint32_t place = phase < 0x7FFFFFFFu - block ? phase + block : 0x7FFFFFFFu;
+      segment = Divide(place, layout.segment_length);
+      if (segment >= layout.num_segments) segment = layout.num_segments - 1;
+    }
+    const float2 pair = __ldg(reinterpret_cast<const float2*>(segments + 8) + segment);
+    const uint32_t q = __ldg(scales + block);
+    const float level = kKind == ScaleKind::kSquare8
+                            ? SquareLevel(static_cast<uint8_t>(q))
+                            : FloatFromBits(__ldg(kDeviceDynamicMapBits.values + q));
+    return DecodeScale(level, {pair.x, pair.y});
+  }
+}
+
+}  // namespace nf4tensor::cuda

@@ -1,0 +1,349 @@
+// CUDA on the host: blocks one after the other, a fiber for each thread of a block, in an order
+// that depends on a seed and changes from step to step, so that a missing barrier shows. For
+// csrc/cuda/device.h with NF4TENSOR_EMULATE; with an address sanitizer it sees what a GPU hides.
+//
+// Whatever a GPU would not do ends the program: a misaligned access, a barrier that some threads of
+// a block or a warp never reach.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <vector>
+
+#include "common/dtype.h"
+#include "cpu/formats.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/common_interface_defs.h>
+#else
+#define __sanitizer_start_switch_fiber(save, bottom, size) static_cast<void>(0)
+#define __sanitizer_finish_switch_fiber(save, bottom, size) static_cast<void>(0)
+#endif
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static  // one block runs at a time
+#define __launch_bounds__(...)
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace nf4tensor::emulator {
+
+[[noreturn]] inline void Fail(const char* what) {
+  std::fprintf(stderr, "cuda_emulator: %s\n", what);
+  std::abort();
+}
+
+inline constexpr size_t kStackBytes = 64 << 10;
+inline constexpr unsigned kWarp = 32;
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(kStackBytes);
+  void* fake_stack = nullptr;  // of the address sanitizer
+  bool is_done = false;
+  int warp_arrivals = 0;
+  int block_arrivals = 0;
+};
+
+// What a thread gives to the others of its warp.
+struct Slot {
+  uint32_t words[8];
+};
+
+// A launch as the driver gets it.
+struct Recorded {
+  const void* kernel;
+  unsigned blocks;
+  unsigned threads;
+  std::vector<std::vector<uint8_t>> arguments;
+};
+
+struct State {
+  uint32_t seed = 0;  // of the order of threads
+  int compute_capability = 90;
+  int num_processors = 132;
+  std::function<void(const Recorded&)> recorder;  // called instead of the kernel
+  unsigned block = 0;
+  unsigned num_blocks = 0;
+  unsigned num_threads = 0;
+  unsigned thread = 0;
+  bool has_moved = false;  // some thread got on since the last round began
+  std::vector<Fiber> fibers;
+  std::vector<Slot> slots;
+  std::function<void()> body;
+  ucontext_t scheduler;
+  const void* scheduler_stack = nullptr;
+  size_t scheduler_bytes = 0;
+};
+inline State state;
+
+inline void Enter() {
+  __sanitizer_finish_switch_fiber(nullptr, &state.scheduler_stack, &state.scheduler_bytes);
+  state.body();
+  Fiber& fiber = state.fibers[state.thread];
+  fiber.is_done = true;
+  state.has_moved = true;
+  __sanitizer_start_switch_fiber(nullptr, state.scheduler_stack, state.scheduler_bytes);
+  swapcontext(&fiber.context, &state.scheduler);
+}
+
+inline void Yield() {
+  Fiber& fiber = state.fibers[state.thread];
+  __sanitizer_start_switch_fiber(&fiber.fake_stack, state.scheduler_stack, state.scheduler_bytes);
+  swapcontext(&fiber.context, &state.scheduler);
+  __sanitizer_finish_switch_fiber(fiber.fake_stack, nullptr, nullptr);
+}
+
+inline void Resume(Fiber& fiber) {
+  void* fake_stack = nullptr;
+  __sanitizer_start_switch_fiber(&fake_stack, fiber.stack.data(), fiber.stack.size());
+  swapcontext(&state.scheduler, &fiber.context);
+  __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+}
+
+// Waits until all threads of [first, last) that have not ended have come here as often as this one.
+inline void Wait(unsigned first, unsigned last, int Fiber::* arrivals) {
+  const int mine = ++(state.fibers[state.thread].*arrivals);
+  state.has_moved = true;
+  const auto has_arrived = [&](unsigned i) {
+    return state.fibers[i].is_done || state.fibers[i].*arrivals >= mine;
+  };
+  for (;;) {
+    bool all = true;
+    for (unsigned i = first; i < last && i < state.num_threads; ++i) all = all && has_arrived(i);
+    if (all) break;
+    Yield();
+  }
+  state.has_moved = true;
+}
+
+inline unsigned FirstOfWarp() { return state.thread / kWarp * kWarp; }
+inline void WaitForWarp() { Wait(FirstOfWarp(), FirstOfWarp() + kWarp, &Fiber::warp_arrivals); }
+
+inline void RunBlock() {
+  std::vector<unsigned> order(state.num_threads);
+  std::iota(order.begin(), order.end(), 0u);
+  for (Fiber& fiber : state.fibers) {
+    fiber.is_done = false;
+    fiber.warp_arrivals = fiber.block_arrivals = 0;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, Enter, 0);
+  }
+  for (bool is_alive = true; is_alive;) {
+    for (size_t i = order.size(); i > 1; --i) {
+      state.seed = state.seed * 1664525u + 1013904223u;
+      std::swap(order[i - 1], order[(state.seed >> 8) % i]);
+    }
+    is_alive = state.has_moved = false;
+    for (const unsigned thread : order) {
+      Fiber& fiber = state.fibers[thread];
+      if (fiber.is_done) continue;
+      is_alive = true;
+      state.thread = thread;
+      Resume(fiber);
+    }
+    if (is_alive && !state.has_moved) Fail("some threads never reach a barrier");
+  }
+}
+
+inline void RunGrid(unsigned num_blocks, unsigned num_threads, std::function<void()> body) {
+  state.num_blocks = num_blocks;
+  state.num_threads = num_threads;
+  state.body = std::move(body);
+  state.fibers.resize(num_threads);
+  state.slots.resize(num_threads);
+  for (state.block = 0; state.block < num_blocks; ++state.block) RunBlock();
+}
+
+template <typename T>
+std::vector<uint8_t> BytesOf(const T& value) {
+  std::vector<uint8_t> bytes(sizeof(T));
+  std::memcpy(bytes.data(), &value, sizeof(T));
+  return bytes;
+}
+
+template <typename... Parameters>
+void Run(unsigned num_blocks, unsigned num_threads, void (*kernel)(Parameters...),
+         Parameters... arguments) {
+  if (num_threads == 0 || num_threads > 1024) Fail("no GPU has blocks of that many threads");
+  if (num_blocks == 0) Fail("a launch of no blocks");
+  if (state.recorder) {
+    state.recorder(
+        {reinterpret_cast<const void*>(kernel), num_blocks, num_threads, {BytesOf(arguments)...}});
+  } else {
+    RunGrid(num_blocks, num_threads, [=] { kernel(arguments...); });
+  }
+}
+
+template <typename T>
+T Load(const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % sizeof(T) != 0) Fail("a misaligned load");
+  T value;
+  std::memcpy(&value, from, sizeof(T));
+  return value;
+}
+
+template <int kBytes>
+void Store(void* to, const void* value) {
+  if (reinterpret_cast<uintptr_t>(to) % kBytes != 0) Fail("a misaligned store");
+  std::memcpy(to, value, kBytes);
+}
+
+// Gives a value to the warp and calls read(slots of the warp).
+template <typename T, typename Read>
+auto Exchange(const T& value, Read read) {
+  static_assert(sizeof(T) <= sizeof(Slot));
+  std::memcpy(&state.slots[state.thread], &value, sizeof(T));
+  WaitForWarp();
+  const auto result = read(&state.slots[FirstOfWarp()]);
+  WaitForWarp();
+  return result;
+}
+
+template <typename T>
+T Shuffle(const T& value, unsigned lane) {
+  return Exchange(value, [&](const Slot* slots) {
+    T other;
+    std::memcpy(&other, &slots[lane % kWarp], sizeof(T));
+    return other;
+  });
+}
+
+// Rounds as the processors do: to nearest even, with a NaN of their own.
+template <DType kDType>
+uint32_t RoundTo(float value) {
+  if (std::isnan(value)) return 0x7FFF;
+  return kDType == kBFloat16 ? cpu::BFloat16::Round(value) : cpu::Float16::Round(value);
+}
+
+template <DType kDType>
+float Half(const uint32_t* words, unsigned index) {
+  const uint16_t bits = static_cast<uint16_t>(words[index / 2] >> 16 * (index % 2));
+  return kDType == kBFloat16 ? cpu::BFloat16::Widen(bits) : cpu::Float16::Widen(bits);
+}
+
+// mma.sync.m16n8k16: lane l = 4 * group + place has rows `group` and `group + 8` of A, column
+// `group` of B, and of each the elements 2 * place + {0, 1, 8, 9} along k.
+template <DType kDType>
+void MultiplyTile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  struct {
+    uint32_t a[4];
+    uint32_t b[2];
+  } mine;
+  std::memcpy(mine.a, a, sizeof(a));
+  std::memcpy(mine.b, b, sizeof(b));
+  const unsigned lane = state.thread % kWarp;
+  Exchange(mine, [&](const Slot* slots) {
+    for (unsigned i = 0; i < 4; ++i) {
+      const unsigned row_half = i / 2;
+      const unsigned column = lane % 4 * 2 + i % 2;
+      for (unsigned k = 0; k < 16; ++k) {
+        const unsigned place = k % 8 / 2;
+        const unsigned half = k / 8 * 2;  // a[0], a[1]: k below 8 of both rows
+        const uint32_t* const row = slots[lane / 4 * 4 + place].words;
+        const uint32_t* const other = slots[column * 4 + place].words + 4;
+        sums[i] +=
+            Half<kDType>(row + half + row_half, k % 2) * Half<kDType>(other + half / 2, k % 2);
+      }
+    }
+    return 0;
+  });
+}
+
+struct ThreadIndex {
+  operator uint32_t() const { return state.thread; }
+};
+struct BlockIndex {
+  operator uint32_t() const { return state.block; }
+};
+struct BlockSize {
+  operator uint32_t() const { return state.num_threads; }
+};
+struct GridSize {
+  operator uint32_t() const { return state.num_blocks; }
+};
+template <typename Index>
+struct Axes {
+  Index x;
+};
+
+}  // namespace nf4tensor::emulator
+
+inline constexpr nf4tensor::emulator::Axes<nf4tensor::emulator::ThreadIndex> threadIdx{};
+inline constexpr nf4tensor::emulator::Axes<nf4tensor::emulator::BlockIndex> blockIdx{};
+inline constexpr nf4tensor::emulator::Axes<nf4tensor::emulator::BlockSize> blockDim{};
+inline constexpr nf4tensor::emulator::Axes<nf4tensor::emulator::GridSize> gridDim{};
+
+inline void __syncthreads() {
+  using namespace nf4tensor::emulator;
+  Wait(0, state.num_threads, &Fiber::block_arrivals);
+}
+inline void __syncwarp(unsigned = ~0u) { nf4tensor::emulator::WaitForWarp(); }
+
+template <typename T>
+T __shfl_sync(unsigned, T value, unsigned lane) {
+  return nf4tensor::emulator::Shuffle(value, lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, unsigned mask) {
+  return nf4tensor::emulator::Shuffle(value, nf4tensor::emulator::state.thread % 32 ^ mask);
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T value, unsigned delta) {
+  const unsigned lane = nf4tensor::emulator::state.thread % 32;
+  return nf4tensor::emulator::Shuffle(value, lane + delta < 32 ? lane + delta : lane);
+}
+
+template <typename T>
+T __ldg(const T* from) {
+  return nf4tensor::emulator::Load<T>(from);
+}
+
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline int __float2int_rn(float a) { return static_cast<int>(std::lrint(a)); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pick = selector >> 4 * i & 15;
+    const uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
+    const uint32_t sign = (byte & 128) != 0 ? 255 : 0;
+    result |= ((pick & 8) != 0 ? sign : byte) << 8 * i;
+  }
+  return result;
+}
