@@ -121,8 +121,8 @@ void TestManyRows(Grid& grid) {
 
 // Whether Normalize is above a threshold where the rounded quotient is, for the weights around
 // threshold * absmax: both rise with the weight.
-template <QuantType kQuantType>
-int64_t TestQuotients(int64_t stride) {
+template <int kSize>
+int64_t TestQuotients(const Table<float, kSize>& thresholds, int64_t stride) {
   int64_t num_comparisons = 0;
   for (int64_t mantissa = 0; mantissa < 1 << 23; mantissa += stride * stride) {
     const float absmax = FloatFromBits(0x3F800000u | static_cast<uint32_t>(mantissa));
@@ -130,7 +130,7 @@ int64_t TestQuotients(int64_t stride) {
       const float guess =
           FloatFromBits(BitsFromFloat(1.0f / absmax) + static_cast<uint32_t>(off_by));
       const cuda::Reciprocal reciprocal = cuda::RefineReciprocal(absmax, guess);
-      for (const float threshold : cuda::Curve<kQuantType>::kThresholds.values) {
+      for (const float threshold : thresholds.values) {
         const uint32_t nearest = BitsFromFloat(threshold * absmax);
         for (const int offset : {-2, -1, 0, 1, 2}) {
           const float weight = FloatFromBits(nearest + static_cast<uint32_t>(offset));
@@ -159,7 +159,7 @@ int Run(int64_t stride, uint32_t seed) {
   TestLongRows(grid);
   TestManyRows(grid);
   const int64_t num_quotients =
-      TestQuotients<QuantType::kNf4>(stride) + TestQuotients<QuantType::kFp4>(stride);
+      TestQuotients(kNf4Thresholds, stride) + TestQuotients(kFp4Thresholds, stride);
   std::printf("quantize: %" PRId64 " comparisons, %" PRId64 " quotients\n", grid.num_comparisons(),
               num_quotients);
   return 0;
