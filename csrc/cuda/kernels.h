@@ -37,6 +37,9 @@ struct LinearCall {
   uint8_t* output;
 };
 
+// Up to how many inputs the kernel is faster, on the current device, than decoding the weight for
+// torch's own product.
+int64_t MaxFusedInputs(const RecordSpec& spec, int64_t num_rows);
 // Whether the kernel takes a call: 16-bit dtypes and addresses and sizes that it can load.
 bool CanFuse(const LinearCall& call);
 void LaunchLinear(const LinearCall& call, Stream stream);
