@@ -18,6 +18,7 @@ constexpr uint32_t kGroup = 32;
 constexpr uint32_t kThreads = 256;
 constexpr int64_t kMaxGroups = int64_t{1} << 30;  // of a launch: a Divider wants fewer than 2^31
 
+// A __grid_constant__ of its kernels: else threads copied all of it before they index its levels.
 struct DequantizeArguments {
   RowLayout layout;
   Codebook codebook;
@@ -140,7 +141,7 @@ __device__ __forceinline__ void ShareScales(bool is_odd, const float (&own)[2],
 template <DType kDType, ScaleKind kScaleKind, Mapping kMapping, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     Dequantize16(const uint8_t* __restrict__ record, uint8_t* __restrict__ out,
-                 const DequantizeArguments arguments) {
+                 const __grid_constant__ DequantizeArguments arguments) {
   constexpr bool kIsPair = kMapping == Mapping::kPair;
   constexpr int kBlocks = kWhole || kIsPair ? 1 : 2;
   const bool is_odd = threadIdx.x % 2 != 0;
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kThreads)
 template <ScaleKind kScaleKind, Mapping kMapping, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     Dequantize32(const uint8_t* __restrict__ record, uint8_t* __restrict__ out,
-                 const DequantizeArguments arguments) {
+                 const __grid_constant__ DequantizeArguments arguments) {
   constexpr bool kIsPair = kMapping == Mapping::kPair;
   const bool is_odd = threadIdx.x % 2 != 0;
   const float level = arguments.codebook.levels[threadIdx.x % kNumCodes];

@@ -34,6 +34,7 @@
 #define __forceinline__ inline
 #define __shared__ static  // one block runs at a time
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct alignas(8) float2 {
   float x, y;
