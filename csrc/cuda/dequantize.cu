@@ -51,17 +51,17 @@ __device__ __forceinline__ Group<kBlocks> LoadGroup(const uint8_t* record, uint3
   group.row = Divide(group.index, arguments.groups_per_row);
   group.column = (group.index - group.row * arguments.groups_per_row.divisor) * kGroup;
 
-  // What lies behind the row is read from its last group and block instead, and never stored.
-  const uint32_t last = layout.in_features - 1;
-  const uint32_t column = kWhole || group.column <= last ? group.column : last / kGroup * kGroup;
+  // Behind the codes of a row are other bytes of it: its pitch is a multiple of 32, a pair's codes.
   const uint8_t* const row = record + uint64_t{group.row} * layout.pitch;
-  const uint4 codes = LoadOnce(row + column / 2);
+  const uint4 codes = LoadOnce(row + group.column / 2);
   group.words[0] = codes.x;
   group.words[1] = codes.y;
   group.words[2] = codes.z;
   group.words[3] = codes.w;
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
+    // The last block stands in for those that would be behind it.
+    const uint32_t last = layout.in_features - 1;
     const uint32_t start = group.column + i * (kGroup / kBlocks);
     const uint32_t block = (kWhole || start <= last ? start : last) >> layout.block_shift;
     group.scales[i] = BlockScale<kScaleKind>(layout, row, block);
@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(kThreads)
       uint8_t* const to = PlaceOf<2, kWhole>(group, shift, arguments, out);
 #pragma unroll
       for (int i = 0; i < 4; i += kWords) {
-        if (kBlocks == 2 && i == 2) {
-          table = MakeTable<kDType>(arguments.codebook, group.scales[1 % kBlocks]);
+        if constexpr (kBlocks == 2) {
+          if (i == 2) table = MakeTable<kDType>(arguments.codebook, group.scales[1]);
         }
         uint32_t weights[kWords][4];
 #pragma unroll

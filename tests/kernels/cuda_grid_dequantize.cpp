@@ -111,6 +111,17 @@ class Grid {
     Check(launches.size() > 1, "a single launch for more than 2^31 groups");
   }
 
+  void TestTooLongRows() {
+    spec_ = MakeSpec(int64_t{1} << 29, 64, ScaleKind::kFloat32, QuantType::kNf4);
+    bool is_refused = false;
+    try {
+      cuda::LaunchDequantize(spec_, kBFloat16, 1, nullptr, nullptr, nullptr);
+    } catch (const std::runtime_error&) {
+      is_refused = true;
+    }
+    Check(is_refused, "a launch for rows that are too long");
+  }
+
   // The last rows of a weight whose record and output are both larger than 4 GiB.
   void TestFarRows() {
     spec_ = MakeSpec(64, 64, ScaleKind::kSquare8, QuantType::kNf4);
@@ -199,6 +210,7 @@ int main(int num_arguments, char** arguments) {
   grid.TestWidth(40, nf4tensor::kManyRows);
   grid.TestWidth(nf4tensor::kWideFeatures, 3);
   grid.TestManyGroups();
+  grid.TestTooLongRows();
   grid.TestFarRows();
   std::printf("dequantize: %" PRId64 " comparisons\n", grid.num_comparisons());
   return 0;
