@@ -37,8 +37,14 @@ struct LinearCall {
   uint8_t* output;
 };
 
-// Whether the kernel takes a call: 16-bit dtypes and addresses and sizes that it can load.
+// Whether the kernel takes a call: 16-bit dtypes, in_features a multiple of 8, fewer than 2^31
+// outputs, inputs at a multiple of 16 bytes and records at one of 32.
 bool CanFuse(const LinearCall& call);
+
+// Up to how many inputs LaunchLinear is expected to be faster than decoding the weight first.
+int64_t MaxFusedInputs(const RecordSpec& spec, int64_t num_rows, int compute_capability);
+
+// Takes any number of inputs.
 void LaunchLinear(const LinearCall& call, Stream stream);
 
 }  // namespace nf4tensor::cuda
