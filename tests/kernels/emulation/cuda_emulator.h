@@ -214,6 +214,11 @@ T Load(const void* from) {
   return value;
 }
 
+inline void LoadSector(const void* from, uint32_t (&words)[8]) {
+  if (reinterpret_cast<uintptr_t>(from) % sizeof(words) != 0) Fail("a misaligned load");
+  std::memcpy(words, from, sizeof(words));
+}
+
 template <int kBytes>
 void Store(void* to, const void* value) {
   if (reinterpret_cast<uintptr_t>(to) % kBytes != 0) Fail("a misaligned store");
@@ -237,6 +242,18 @@ T Shuffle(const T& value, unsigned lane) {
     std::memcpy(&other, &slots[lane % kWarp], sizeof(T));
     return other;
   });
+}
+
+inline uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pick = selector >> 4 * i & 15;
+    const uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
+    const uint32_t sign = (byte & 128) != 0 ? 255 : 0;
+    result |= ((pick & 8) != 0 ? sign : byte) << 8 * i;
+  }
+  return result;
 }
 
 // Rounds as the processors do: to nearest even, with a NaN of their own.
@@ -339,13 +356,5 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline int __float2int_rn(float a) { return static_cast<int>(std::lrint(a)); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
-  const uint64_t bytes = uint64_t{b} << 32 | a;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t pick = selector >> 4 * i & 15;
-    const uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
-    const uint32_t sign = (byte & 128) != 0 ? 255 : 0;
-    result |= ((pick & 8) != 0 ? sign : byte) << 8 * i;
-  }
-  return result;
+  return nf4tensor::emulator::PermuteBytes(a, b, selector & 0x7777u);
 }
