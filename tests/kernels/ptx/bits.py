@@ -56,15 +56,14 @@ def _bfe(opcode: Opcode) -> Elementwise:
     width, unsigned = 8 * DTYPES[kind].itemsize, np.dtype(f"u{DTYPES[kind].itemsize}")
 
     def extract(value: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
-        value, length = value.view(unsigned), length & 255
-        start = np.minimum(position & 255, width - 1).astype(unsigned)
-        field = _mask(np.zeros_like(length), length, unsigned)
-        inside = np.where((position & 255) < width, value >> start, 0)
-        last = np.minimum((position & 255) + length - 1, width - 1).astype(unsigned)
-        sign = (value >> last & 1).astype(bool) & (length > 0) & (kind[0] == "s")
-        # Above the field, and above the word where the field goes on, stands the sign.
-        missing = ~field | ~(~np.array(0, unsigned) >> start)
-        return (inside & field | np.where(sign, missing, 0)).astype(unsigned).view(DTYPES[kind])
+        value, position, length = value.view(unsigned), position & 255, length & 255
+        start = np.minimum(position, width - 1).astype(unsigned)
+        # The bits of the result that come from the word; all others are the sign.
+        taken = np.where(position < width, _mask(position, length, unsigned) >> start, 0)
+        last = np.minimum(position + length - 1, width - 1).astype(unsigned)
+        is_negative = (value >> last & 1).astype(bool) & (length > 0) & (kind[0] == "s")
+        bits = value >> start & taken | np.where(is_negative, ~taken, 0)
+        return bits.astype(unsigned).view(DTYPES[kind])
 
     return extract, [kind, "u32", "u32"], [kind]
 
