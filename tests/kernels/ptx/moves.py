@@ -28,7 +28,9 @@ def address_reader(execution: "Execution", operand: str) -> Reader:
     found = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
     if found is None:
         raise PtxError(f"{operand} is no address")
-    read, offset = execution.registers.reader(found[1], "u64"), int(found[2] or "0", 0)
+    registers, offset = execution.registers, int(found[2] or "0", 0)
+    # Addresses of shared memory may be words.
+    read = registers.reader(found[1], "u32" if registers.is_word(found[1]) else "u64")
 
     def addresses(select: Select) -> np.ndarray:
         threads = execution.threads(select)

@@ -136,7 +136,7 @@ def _read_parameters(kernel: Kernel, text: str) -> None:
         found = _PARAMETER.match(part)
         if found is None:
             raise PtxError(f"no parameter of a kernel: {part}")
-        element = SIZES[found["type"]]
+        element = _size_of(found["type"])
         size = element * int(found["length"] or 1)
         kernel.parameters.add(found["name"], int(found["align"] or element), size)
         kernel.parameter_sizes.append(size)
@@ -159,7 +159,7 @@ def _read_body(kernel: Kernel, text: str) -> None:
 
 def _declare_registers(kernel: Kernel, text: str) -> None:
     kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text, flags=re.DOTALL).groups()
-    kind = "pred" if kind == "pred" else f"b{8 * SIZES[kind]}"
+    kind = "pred" if kind == "pred" else f"b{8 * _size_of(kind)}"
     for name in (name.strip() for name in names.split(",")):
         family = re.fullmatch(r"(.*)<(\d+)>", name)
         members = [f"{family[1]}{i}" for i in range(int(family[2]))] if family else [name]
@@ -172,7 +172,7 @@ def _read_variable(text: str) -> Variable:
     found = _VARIABLE.match(text)
     if found is None:
         raise PtxError(f"no variable that is known: {text[:80]}")
-    element = SIZES[found["type"]]
+    element = _size_of(found["type"])
     values = re.findall(r"[^,\s{}]+", found["value"] or "")
     length = int(found["length"] or len(values)) if found["array"] else 1
     try:
@@ -181,6 +181,12 @@ def _read_variable(text: str) -> Variable:
         raise PtxError(f"no numbers: {text[:80]}") from error
     align = int(found["align"] or element)
     return Variable(found["space"], found["name"], align, content.ljust(length * element, b"\0"))
+
+
+def _size_of(kind: str) -> int:
+    if kind not in SIZES:
+        raise PtxError(f".{kind} is no type that is known")
+    return SIZES[kind]
 
 
 def _to_bytes(value: str, size: int) -> bytes:

@@ -63,6 +63,10 @@ class Registers:
         kind, index = self._place[name]
         return self._files[kind][index]
 
+    def is_word(self, operand: str) -> bool:
+        """Say whether an operand is a 32-bit register."""
+        return self._place.get(operand, ("", 0))[0] == "b32"
+
     def reader(self, operand: str, kind: str) -> Reader:
         """Return what reads an operand as a type; of a wider register it is the low bits."""
         dtype = DTYPES[kind]

@@ -13,7 +13,6 @@ _TEMPLATE = """
 .version 9.0
 .target sm_90
 .address_size 64
-{outside}
 .visible .entry snippet({parameters})
 {{
 .reg .pred %p<8>;
@@ -33,7 +32,6 @@ def run(
     *arrays: np.ndarray,
     threads: int = 32,
     blocks: int = 1,
-    outside: str = "",
 ) -> tuple[list[np.ndarray], Execution]:
     """Run a kernel with %rd0, %rd1 and so on pointing to copies of the arrays, %r0 the thread.
 
@@ -42,7 +40,6 @@ def run(
     """
     places = range(len(arrays))
     text = _TEMPLATE.format(
-        outside=outside,
         parameters=", ".join(f".param .u64 a{i}" for i in places),
         loads="\n".join(f"ld.param.u64 %rd{i}, [a{i}];" for i in places),
         body=body,
