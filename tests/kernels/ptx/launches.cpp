@@ -52,6 +52,10 @@ uint8_t* AtMutable(uint64_t address) { return reinterpret_cast<uint8_t*>(address
 extern "C" {
 
 #ifdef NF4TENSOR_DEQUANTIZE
+void TuneDequantize(int mapping, int64_t max_blocks) {
+  cuda::SetDequantizeTuning({static_cast<cuda::Mapping>(mapping), max_blocks});
+}
+
 const char* RecordDequantize(int compute_capability, const RecordSpec* spec, int dtype,
                              int64_t num_rows, uint64_t record, uint64_t out) {
   return Record(compute_capability, [=] {

@@ -8,6 +8,8 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,6 @@ from tests.kernels.ptx.execute import Launch
 from tests.kernels.ptx.parse import Module
 
 ROOT = Path(__file__).parents[3]
-CSRC = ROOT / "csrc"
 NVCC = shutil.which("nvcc")
 COMPILER = os.environ.get("CXX", "c++")
 
@@ -56,30 +57,39 @@ class _Spec(ctypes.Structure):
 class Recorder:
     """The launch functions, in a library that records what they launch."""
 
-    def __init__(self, folder: Path, csrc: Path = CSRC):
+    def __init__(self, folder: Path, root: Path = ROOT):
         path = folder / "launches.so"
-        files = sorted((csrc / "cuda").glob("*.cu"))
+        files = sorted((root / "csrc/cuda").glob("*.cu"))
         # -O1: the kernels are compiled too, if only for their addresses.
         flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-DNF4TENSOR_EMULATE"]
         defines = [f"-DNF4TENSOR_{file.stem.upper()}" for file in files]
-        includes = [csrc, ROOT / "tests/kernels", ROOT / "tests/kernels/emulation"]
+        includes = [root / "csrc", root / "tests/kernels/emulation"]
         order = [COMPILER, *flags, *defines, *(f"-I{path}" for path in includes), "-x", "c++"]
         program = Path(__file__).with_suffix(".cpp")
         _call([*order, *map(str, files), str(program), "-o", str(path)])
         self._library = ctypes.CDLL(str(path))
 
-    def dequantize(self, capability: int, call: tuple, record: int, out: int) -> list[Launch]:
-        """Return the launches of a call: spec, index of the dtype, number of rows."""
-        spec, dtype, num_rows = call
-        pointers = (ctypes.c_uint64(record), ctypes.c_uint64(out))
-        return self._record("RecordDequantize", capability, spec, dtype, num_rows, *pointers)
+    @contextmanager
+    def tuned_dequantize(self, mapping: int, max_blocks: int) -> Iterator[None]:
+        """Choose a mapping of kernels.h and a largest grid for a while; 0 is the default."""
+        tune = self._library["TuneDequantize"]
+        tune(mapping, ctypes.c_int64(max_blocks))
+        yield
+        tune(0, ctypes.c_int64(0))
 
-    def _record(self, name: str, capability: int, spec: NF4Spec, *arguments) -> list[Launch]:
-        function = self._library[name]
-        function.restype = ctypes.c_char_p
-        geometry = ctypes.byref(_Spec(*spec.op_args))
-        lines = function(capability, geometry, *arguments).decode().splitlines()
-        return [_read_launch(line) for line in lines]
+    def record(self, function: str, capability: int, spec: NF4Spec, *arguments) -> list[Launch]:
+        """Return what a function of launches.cpp launches on a device of some capability.
+
+        Args:
+            function: RecordDequantize, RecordQuantize or RecordLinear.
+            capability: 90 for 9.0.
+            spec: Of the record.
+            arguments: Its others; whatever is 64 bits wide as a ctypes object.
+        """
+        call = self._library[function]
+        call.restype = ctypes.c_char_p
+        lines = call(capability, ctypes.byref(_Spec(*spec.op_args)), *arguments)
+        return [_read_launch(line) for line in lines.decode().splitlines()]
 
 
 def _read_launch(line: str) -> Launch:
