@@ -109,11 +109,22 @@ __device__ __forceinline__ uint4 LoadOnce(const uint8_t* from) {
   return words;
 }
 
-// 2 to 16 bytes that nobody will read soon, at a multiple of their number.
+// 2 to 32 bytes that nobody will read soon, at a multiple of their number. 32 are two stores before
+// sm_100.
 template <int kBytes>
 __device__ __forceinline__ void StoreOnce(uint8_t* to, const uint32_t* words) {
-  static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4 || kBytes == 2);
-  if constexpr (kBytes == 16) {
+  static_assert(kBytes == 32 || kBytes == 16 || kBytes == 8 || kBytes == 4 || kBytes == 2);
+  if constexpr (kBytes == 32) {
+#if __CUDA_ARCH__ >= 1000
+    asm volatile("st.global.cs.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};" ::"l"(to),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(words[4]),
+                 "r"(words[5]), "r"(words[6]), "r"(words[7])
+                 : "memory");
+#else
+    StoreOnce<16>(to, words);
+    StoreOnce<16>(to + 16, words + 4);
+#endif
+  } else if constexpr (kBytes == 16) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]),
                  "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");

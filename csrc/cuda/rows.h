@@ -39,6 +39,10 @@ struct RowLayout {
 inline constexpr int64_t kMaxInFeatures = int64_t{1} << 29;
 
 inline RowLayout MakeRowLayout(const RecordSpec& spec) {
+  if (spec.in_features >= kMaxInFeatures) {
+    throw std::runtime_error("nf4tensor: in_features is " + std::to_string(spec.in_features) +
+                             ", and the CUDA kernels take less than 2^29");
+  }
   RowLayout layout{static_cast<uint32_t>(spec.pitch()),
                    static_cast<uint32_t>(spec.in_features),
                    static_cast<uint32_t>(spec.scales_offset()),

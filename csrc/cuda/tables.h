@@ -6,14 +6,15 @@
 
 namespace nf4tensor::cuda {
 
-// Literals in the code of a kernel: 1, -1 and 0 cost no multiplication.
-template <QuantType kQuantType, int kCode>
-inline constexpr float kLevel = Levels(kQuantType)[kCode];
+// The levels, as an argument of a kernel: the processor multiplies by constants where they are.
+struct Codebook {
+  float levels[kNumCodes];
+};
 
-// fl(level * scale), the first of the two roundings of a weight.
-template <QuantType kQuantType, int kCode>
-__device__ __forceinline__ float ScaledLevel(float scale) {
-  return __fmul_rn(kLevel<kQuantType, kCode>, scale);
+constexpr Codebook MakeCodebook(QuantType quant_type) {
+  Codebook codebook{};
+  for (int i = 0; i < kNumCodes; ++i) codebook.levels[i] = Levels(quant_type)[i];
+  return codebook;
 }
 
 // The low and the high bytes of the 16 weights that a block can have; entry i is byte i.
@@ -22,24 +23,33 @@ struct Table {
   uint32_t high[4];
 };
 
-template <DType kDType, QuantType kQuantType, int kQuarter>
-__device__ __forceinline__ void FillQuarter(float scale, Table& table) {
-  const uint32_t first = RoundPair<kDType>(ScaledLevel<kQuantType, 4 * kQuarter>(scale),
-                                           ScaledLevel<kQuantType, 4 * kQuarter + 1>(scale));
-  const uint32_t second = RoundPair<kDType>(ScaledLevel<kQuantType, 4 * kQuarter + 2>(scale),
-                                            ScaledLevel<kQuantType, 4 * kQuarter + 3>(scale));
+// Of four levels: fl(level * scale), the first of the two roundings of a weight, then the second.
+template <DType kDType, int kQuarter>
+__device__ __forceinline__ void FillQuarter(const Codebook& codebook, float scale, Table& table) {
+  const float* const levels = codebook.levels + 4 * kQuarter;
+  const uint32_t first =
+      RoundPair<kDType>(__fmul_rn(levels[0], scale), __fmul_rn(levels[1], scale));
+  const uint32_t second =
+      RoundPair<kDType>(__fmul_rn(levels[2], scale), __fmul_rn(levels[3], scale));
   table.low[kQuarter] = __byte_perm(first, second, 0x6420);
   table.high[kQuarter] = __byte_perm(first, second, 0x7531);
 }
 
+template <DType kDType>
+__device__ __forceinline__ Table MakeTable(const Codebook& codebook, float scale) {
+  Table table;
+  FillQuarter<kDType, 0>(codebook, scale, table);
+  FillQuarter<kDType, 1>(codebook, scale, table);
+  FillQuarter<kDType, 2>(codebook, scale, table);
+  FillQuarter<kDType, 3>(codebook, scale, table);
+  return table;
+}
+
+// The same for a codebook that the kernel knows.
 template <DType kDType, QuantType kQuantType>
 __device__ __forceinline__ Table MakeTable(float scale) {
-  Table table;
-  FillQuarter<kDType, kQuantType, 0>(scale, table);
-  FillQuarter<kDType, kQuantType, 1>(scale, table);
-  FillQuarter<kDType, kQuantType, 2>(scale, table);
-  FillQuarter<kDType, kQuantType, 3>(scale, table);
-  return table;
+  constexpr Codebook kCodebook = MakeCodebook(kQuantType);
+  return MakeTable<kDType>(kCodebook, scale);
 }
 
 // Looks up the four codes in the low 16 bits. A selector of PRMT with bit 3 set gives a sign, so

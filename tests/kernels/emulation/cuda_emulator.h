@@ -34,6 +34,7 @@
 #define __forceinline__ inline
 #define __shared__ static  // one block runs at a time
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct alignas(8) float2 {
   float x, y;
@@ -68,6 +69,7 @@ struct Fiber {
   bool is_done = false;
   int warp_arrivals = 0;
   int block_arrivals = 0;
+  int exchanges = 0;
 };
 
 // What a thread gives to the others of its warp.
@@ -88,13 +90,14 @@ struct State {
   int compute_capability = 90;
   int num_processors = 132;
   std::function<void(const Recorded&)> recorder;  // called instead of the kernel
+  unsigned first_block = 0;  // blocks before it do not run: others are far away in memory
   unsigned block = 0;
   unsigned num_blocks = 0;
   unsigned num_threads = 0;
   unsigned thread = 0;
   bool has_moved = false;  // some thread got on since the last round began
   std::vector<Fiber> fibers;
-  std::vector<Slot> slots;
+  std::vector<Slot> slots[2];  // used in turn: nobody is two exchanges ahead of another
   std::function<void()> body;
   ucontext_t scheduler;
   const void* scheduler_stack = nullptr;
@@ -150,7 +153,7 @@ inline void RunBlock() {
   std::iota(order.begin(), order.end(), 0u);
   for (Fiber& fiber : state.fibers) {
     fiber.is_done = false;
-    fiber.warp_arrivals = fiber.block_arrivals = 0;
+    fiber.warp_arrivals = fiber.block_arrivals = fiber.exchanges = 0;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -179,8 +182,8 @@ inline void RunGrid(unsigned num_blocks, unsigned num_threads, std::function<voi
   state.num_threads = num_threads;
   state.body = std::move(body);
   state.fibers.resize(num_threads);
-  state.slots.resize(num_threads);
-  for (state.block = 0; state.block < num_blocks; ++state.block) RunBlock();
+  for (std::vector<Slot>& slots : state.slots) slots.resize(num_threads);
+  for (state.block = state.first_block; state.block < num_blocks; ++state.block) RunBlock();
 }
 
 template <typename T>
@@ -221,11 +224,10 @@ void Store(void* to, const void* value) {
 template <typename T, typename Read>
 auto Exchange(const T& value, Read read) {
   static_assert(sizeof(T) <= sizeof(Slot));
-  std::memcpy(&state.slots[state.thread], &value, sizeof(T));
+  std::vector<Slot>& slots = state.slots[state.fibers[state.thread].exchanges++ % 2];
+  std::memcpy(&slots[state.thread], &value, sizeof(T));
   WaitForWarp();
-  const auto result = read(&state.slots[FirstOfWarp()]);
-  WaitForWarp();
-  return result;
+  return read(&slots[FirstOfWarp()]);
 }
 
 template <typename T>
