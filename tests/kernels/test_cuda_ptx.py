@@ -20,12 +20,12 @@ from tests.kernels.compiled import (
     make_finite_record,
     make_record,
 )
+from tests.kernels.machine_code import ops
 from tests.kernels.ptx.calls import DTYPES, Calls
 from tests.kernels.ptx.execute import Execution
-from tests.kernels.ptx.launches import ROOT, Recorder, needs_compiler, needs_nvcc
+from tests.kernels.ptx.launches import Recorder, needs_compiler, needs_nvcc
 from tests.strategies import FINITE_KINDS, NON_FINITE_KINDS, QUANT_TYPES, make_rows
 
-OPS = {path.stem for path in (ROOT / "csrc/cuda").glob("*.cu")}
 # The sources ask for no other architecture than sm_100 and later.
 CAPABILITIES = [90, 100, *(pytest.param(x, marks=pytest.mark.slow) for x in (80, 86, 89, 120))]
 # Whole groups of 64, then groups cut short at every alignment; one value, and rows of many warps.
@@ -49,7 +49,7 @@ def calls_of(request, recorder, tmp_path_factory: pytest.TempPathFactory):
     folder, made = tmp_path_factory.mktemp("ptx"), {}
 
     def of(op: str) -> Calls:
-        if op not in OPS:
+        if op not in ops():
             pytest.skip(f"csrc/cuda/{op}.cu is yet to be written")
         if op not in made:
             made[op] = Calls(op, request.param, recorder, folder)
@@ -75,12 +75,15 @@ few_or_all = pytest.mark.parametrize(
 )
 
 
-def shuffled(calls: Calls, *choices: Iterable) -> Iterator[tuple[int, tuple]]:
-    """Yield all combinations in an order of the architecture's own; every kernel must have run."""
+def shuffled(calls: Calls, most: float, *choices: Iterable) -> Iterator[tuple[int, tuple]]:
+    """Yield combinations, shuffled for the architecture, until each kernel has had its turns."""
     cases = list(itertools.product(*choices))
     random.Random(calls.capability).shuffle(cases)
     calls.turns.clear()
-    yield from enumerate(cases)
+    for seed, case in enumerate(cases):
+        if min(calls.turns[kernel] for kernel in calls.module.kernels) >= most:
+            break
+        yield seed, case
     assert calls.turns.keys() == calls.module.kernels.keys()
 
 
@@ -96,7 +99,7 @@ def garbage(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @few_or_all
 def test_dequantize(calls_of, most):
     calls = calls_of("dequantize")
-    for seed, (spec, dtype, mapping) in shuffled(calls, every_spec(), DTYPES, MAPPINGS):
+    for seed, (spec, dtype, mapping) in shuffled(calls, most, every_spec(), DTYPES, MAPPINGS):
         rows, skew = rows_of(spec), (0, 0, dtype.itemsize, 16)[seed // 2 % 4]
         with calls.recorder.tuned_dequantize(mapping, seed % 3):
             call = calls.dequantize(rows, spec, dtype, skew)
@@ -148,6 +151,19 @@ def test_dequantize_by_way_of_shared_memory_has_no_bank_conflicts(calls_of):
     assert all(access.wavefronts == access.ideal_wavefronts for access in shared)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantize_with_few_blocks(calls_of, dtype):
+    """Each has to go on where the others stopped, in a memory that it shares with itself."""
+    calls = calls_of("dequantize")
+    for mapping, width in itertools.product(MAPPINGS, (1000, 576)):
+        spec = NF4Spec.for_weight(width)
+        with calls.recorder.tuned_dequantize(mapping, 2):
+            call = calls.dequantize(50, spec, dtype)
+        record, out = make_record((50,), spec), garbage(50, width, dtype=dtype)
+        calls.run(call, record=record, out=out)
+        assert_same_bits(out, reference.dequantize(record, spec, dtype))
+
+
 @pytest.mark.parametrize("width", [4096, 1000, 63])
 def test_dequantize_past_32_bits(calls_of, width):
     """The last rows of records and outputs of many GiB, of which only these are there."""
@@ -167,7 +183,7 @@ def test_quantize(calls_of, most):
     calls = calls_of("quantize")
     delicate = [*FINITE_KINDS, *NON_FINITE_KINDS]
     specs = (spec for spec in every_spec() if spec.scale_kind != "dynamic8")
-    for seed, (spec, dtype, keep_phase) in shuffled(calls, specs, DTYPES, (False, True)):
+    for seed, (spec, dtype, keep_phase) in shuffled(calls, 2 * most, specs, DTYPES, (False, True)):
         rows, skew = rows_of(spec), (0, dtype.itemsize, 16)[seed % 3]
         call = calls.quantize(rows, spec, dtype, skew, keep_phase)
         if calls.is_due(call, 2 * most):
@@ -186,7 +202,7 @@ def test_linear_multiplies_the_weights_of_dequantize(calls_of, most):
     """Each weight on its own: every input has a single one."""
     calls = calls_of("linear")
     specs = every_spec((8, 200, 576, 1096), (16, 64))
-    for seed, (spec, dtype, num_inputs) in shuffled(calls, specs, DTYPES[1:], NUM_INPUTS):
+    for seed, (spec, dtype, num_inputs) in shuffled(calls, most, specs, DTYPES[1:], NUM_INPUTS):
         call = calls.linear(19, spec, dtype, num_inputs, False)
         if calls.is_due(call, most):
             record = make_finite_record((19,), spec, seed)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from nf4tensor.format.spec import NF4Spec
+from tests.kernels.native_grid import ROOT
 from tests.kernels.ptx.execute import Execution, Launch
-from tests.kernels.ptx.launches import ROOT, Recorder, compile_ptx
+from tests.kernels.ptx.launches import Recorder, compile_ptx
 from tests.kernels.ptx.memory import Memory
 
 # In the order of csrc/common/dtype.h.
@@ -47,14 +48,11 @@ class Calls:
         capability: The architecture, 90 for 9.0.
         recorder: What the launch functions are in.
         folder: For the compiler's output.
-        root: Of the sources.
     """
 
-    def __init__(
-        self, op: str, capability: int, recorder: Recorder, folder: Path, root: Path = ROOT
-    ):
+    def __init__(self, op: str, capability: int, recorder: Recorder, folder: Path):
         self.capability, self.recorder = capability, recorder
-        self.module = compile_ptx(root / f"csrc/cuda/{op}.cu", folder, capability)
+        self.module = compile_ptx(ROOT / f"csrc/cuda/{op}.cu", folder, capability)
         self.turns: Counter[str] = Counter()
 
     def is_due(self, call: Call, most: float = math.inf) -> bool:

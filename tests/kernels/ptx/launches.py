@@ -5,39 +5,39 @@ have the same mangled name in both.
 """
 
 import ctypes
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from nf4tensor.format.spec import NF4Spec
+from tests.kernels import cuda_grid, machine_code
+from tests.kernels.native_grid import ROOT, Toolchain
 from tests.kernels.ptx.execute import Launch
 from tests.kernels.ptx.parse import Module
 
-ROOT = Path(__file__).parents[3]
-NVCC = shutil.which("nvcc")
-COMPILER = os.environ.get("CXX", "c++")
+# Kernels are compiled too, if only for their addresses.
+LIBRARY = Toolchain(flags=("-O1", "-shared"))
 
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc (the CUDA toolkit's compiler)")
-needs_compiler = pytest.mark.skipif(
-    shutil.which(COMPILER) is None, reason="no C++ compiler (Debian: apt-get install g++)"
+needs_nvcc = pytest.mark.skipif(
+    machine_code.find_nvcc() is None, reason="no nvcc (CUDA toolkit 13)"
 )
-
-
-def _call(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
+needs_compiler = pytest.mark.skipif(
+    shutil.which(LIBRARY.compiler) is None, reason="no C++ compiler (Debian: apt-get install g++)"
+)
 
 
 def compile_ptx(source: Path, folder: Path, compute_capability: int) -> Module:
     """Compile a .cu file with nvcc and read the PTX."""
     to = folder / f"{source.stem}_{compute_capability}.ptx"
-    flags = ["-std=c++17", "-O3", f"-arch=sm_{compute_capability}", f"-I{source.parents[1]}"]
-    _call([str(NVCC), *flags, "-ptx", str(source), "-o", str(to)])
+    command = [machine_code.find_nvcc() or "nvcc", *machine_code.FLAGS]
+    command += [f"-arch=sm_{compute_capability}", "-ptx", str(source), "-o", str(to)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
     return Module(to.read_text(encoding="utf-8"))
 
 
@@ -57,16 +57,16 @@ class _Spec(ctypes.Structure):
 class Recorder:
     """The launch functions, in a library that records what they launch."""
 
-    def __init__(self, folder: Path, root: Path = ROOT):
-        path = folder / "launches.so"
-        files = sorted((root / "csrc/cuda").glob("*.cu"))
-        # -O1: the kernels are compiled too, if only for their addresses.
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-DNF4TENSOR_EMULATE"]
-        defines = [f"-DNF4TENSOR_{file.stem.upper()}" for file in files]
-        includes = [root / "csrc", root / "tests/kernels/emulation"]
-        order = [COMPILER, *flags, *defines, *(f"-I{path}" for path in includes), "-x", "c++"]
-        program = Path(__file__).with_suffix(".cpp")
-        _call([*order, *map(str, files), str(program), "-o", str(path)])
+    def __init__(self, folder: Path):
+        ops = machine_code.ops()
+        sources = [ROOT / f"csrc/cuda/{op}.cu" for op in ops]
+        flags = (*cuda_grid.FLAGS, "-x", "c++")
+        with ThreadPoolExecutor(2) as pool:
+            objects = [
+                pool.submit(LIBRARY.compile, source, ops, folder, *flags)
+                for source in (*sources, Path(__file__).with_suffix(".cpp"))
+            ]
+        path = LIBRARY.link([future.result() for future in objects], folder / "launches.so")
         self._library = ctypes.CDLL(str(path))
 
     @contextmanager

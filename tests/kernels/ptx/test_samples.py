@@ -1,17 +1,18 @@
 """What nvcc makes of small kernels, interpreted, against numpy."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests.kernels.ptx.execute import Execution, Launch
-from tests.kernels.ptx.launches import ROOT, compile_ptx, needs_nvcc
+from tests.kernels.ptx.launches import compile_ptx, needs_nvcc
 from tests.kernels.ptx.memory import Memory
 from tests.kernels.ptx.parse import Module, PtxError
 
-SAMPLES = ROOT / "tests/kernels/ptx/samples.cu"
+SAMPLES = Path(__file__).with_name("samples.cu")
 pytestmark = needs_nvcc
 
 
