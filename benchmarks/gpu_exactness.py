@@ -1,0 +1,334 @@
+"""Sections of `gpu_check.py` that compare: every kernel's bits with the CPU's.
+
+The CPU's kernels are proven against the reference by the tests, and make what is expected here.
+Records are those of `tests/kernels/compiled.py`. Nothing is timed.
+"""
+
+import contextlib
+import functools
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import bench_linear
+import harness
+import torch
+
+import nf4tensor
+from nf4tensor import NF4Spec
+from nf4tensor.errors import NF4TensorError
+from nf4tensor.format.spec import QUANT_TYPES, ceil_div
+from nf4tensor.kernels import native, ops, select
+from nf4tensor.kernels.schema import WEIGHT_DTYPES
+
+# Behind everything else: the nf4tensor of this folder is not the one that was built.
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.kernels.compiled import make_record, make_weight
+
+make_weight = functools.cache(make_weight)
+BLOCK_SIZES = (16, 32, 64, 4096)
+WIDTHS = (1, 63, 64, 100, 576, 1000, 4096, 14336)
+NUM_ROWS = (1, 3, 37)
+QUICK_BLOCK_SIZES, QUICK_WIDTHS, QUICK_NUM_ROWS = (16, 64), (63, 128), (1, 3)
+LARGE = (4096, 14336)
+MAPPINGS = ("direct", "pair", "staged", "wide")
+GUARD = 7.0
+# Shapes of weights [out, in], and rows of inputs around every change of kernel.
+PRODUCTS = ((96, 256), (40, 1000), (24, 100), (1024, 4096))
+INPUT_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200)
+ONE_HOT_ROWS = (1, 3, 16, 17, 64)
+ALWAYS = 1 << 20  # rows of input up to which the fused kernel is taken: all
+HUGE = ((1 << 19) + (1 << 16) + 3, 4096)  # past 2^31 elements, and 2^32 bytes of output
+HUGE_BYTES = 16e9  # what it takes
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def library(check) -> None:
+    """Say what is checked; refuse a build without kernels for the GPU."""
+    chosen = {c.op: c.backend for c in select.table() if c.device == check.device}
+    row = {"folder": str(Path(nf4tensor.__file__).parent), **harness.environment()}
+    check.row("nf4tensor", row | {"compiled": native.unavailable_because() or "yes"})
+    for op, backend in chosen.items():
+        check.row("kernels", {"op": op, "backend": backend})
+    if check.device == "cpu":
+        check.left_out["pinned memory, NCCL, graphs, mappings"] = "a dry run on the CPU"
+        return
+    for op in ("quantize", "dequantize", "dequantize_into", "linear"):
+        backend = chosen.get(op, "reference")
+        assert backend != "reference", f"{op} has no CUDA kernel here: {chosen}"
+
+
+class Tally:
+    """Counts comparisons by what is compared, and remembers the first differences."""
+
+    def __init__(self, check) -> None:
+        self._check = check
+        self._counts: dict[str, list[int]] = {}
+        self._differences: list[str] = []
+
+    def expect(self, what: str, case: str, difference: str | None) -> None:
+        """Count a comparison, and what differs."""
+        count = self._counts.setdefault(what, [0, 0])
+        count[0] += 1
+        if difference is not None:
+            count[1] += 1
+            if count[1] <= 2:
+                self._differences.append(f"{what}, {case}: {difference}")
+
+    def close(self) -> None:
+        """Report.
+
+        Raises:
+            AssertionError: Something differs.
+        """
+        for what, (cases, differ) in self._counts.items():
+            self._check.row("bits", {"what": what, "cases": cases, "differ": differ})
+        for text in self._differences:
+            print(f"differs: {text}", flush=True)
+        assert not self._differences, f"{len(self._differences)} kinds differ: " + "; ".join(
+            self._differences
+        )
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Say how two tensors differ in their bits; which NaN a NaN is, clause 6.3 leaves open."""
+    expected = expected.to(actual.device)
+    bits = INTEGERS[expected.itemsize]
+    wrong = actual.view(bits) != expected.view(bits)
+    wrong &= ~(actual.isnan() & expected.isnan())
+    count = int(wrong.sum())
+    if not count:
+        return None
+    place = tuple(wrong.nonzero()[0].tolist())
+    values = f"{actual[place].item()}, expected {expected[place].item()}"
+    return f"{count} of {wrong.numel()}, the first at {place}: {values}"
+
+
+def exactness(check) -> None:
+    """Compare quantize, dequantize, linear and matmul with the CPU's bits, or within a bound."""
+    tally = Tally(check)
+    parts = (quantize, dequantize, large, one_hot, products)
+    try:
+        for part in parts:
+            if check.left() < 2:
+                check.left_out[part.__name__] = "no time left"
+            elif part is not large or not check.quick:
+                part(check, tally)
+    finally:
+        tally.close()
+
+
+def specs(check) -> Iterator[NF4Spec]:
+    """Yield specs of every kind: widths, block sizes, codebooks, scales, also as cuts leave them."""
+    widths = QUICK_WIDTHS if check.quick else WIDTHS
+    blocks = QUICK_BLOCK_SIZES if check.quick else BLOCK_SIZES
+    for width, block, quant_type in itertools.product(widths, blocks, QUANT_TYPES):
+        num_blocks = ceil_div(width, block)
+        yield NF4Spec.for_weight(width, block, None, quant_type)
+        yield NF4Spec.for_weight(width, block, 256, quant_type)
+        for kind, length in (("square8", 3), ("dynamic8", 5)):  # segments that begin anywhere
+            yield NF4Spec(width, block, kind, length, num_blocks // length + 2, quant_type)
+
+
+def text_of(spec: NF4Spec, dtype: torch.dtype, num_rows: int) -> str:
+    """Return what a case is called."""
+    name = f"{num_rows}x{spec.in_features} {dtype}, {spec.quant_type}, blocks of {spec.block_size}"
+    return f"{name}, {spec.scale_kind} by {spec.segment_length}"
+
+
+def quantize(check, tally: Tally) -> None:
+    """Compare records: of zeros, subnormals, NaN, with gaps between rows, over phases to keep."""
+    rows = QUICK_NUM_ROWS if check.quick else NUM_ROWS
+    for spec, num_rows in itertools.product(specs(check), rows):
+        if spec.scale_kind == "dynamic8":
+            continue
+        for dtype in WEIGHT_DTYPES:
+            case = text_of(spec, dtype, num_rows)
+            check.at(f"quantize {case}")
+            weight = make_weight((num_rows,), spec.in_features, dtype)
+            expected = ops.quantize(weight, spec)
+            moved = weight.to(check.device)
+            tally.expect("quantize", case, difference(ops.quantize(moved, spec), expected))
+            gaps = moved.new_empty(num_rows, spec.in_features + 3)[:, 1:-2].copy_(moved)
+            found = ops.quantize(gaps, spec)
+            tally.expect("quantize, rows with gaps", case, difference(found, expected))
+            record = make_record((num_rows,), spec)
+            written = record.to(check.device)
+            ops.quantize_into(moved, spec, written)
+            ops.quantize_into(weight, spec, record)
+            tally.expect("quantize_into", case, difference(written, record))
+
+
+def choices(check, name: str, values: tuple) -> Iterator[str]:
+    """Choose the default kernel and then others, by a function of `native`; yield what it is."""
+    choose = getattr(native, name, None)
+    if check.device == "cpu" or choose is None:
+        yield "default"
+        return
+    try:
+        for value in (None, *values):
+            try:
+                choose(value)
+            except NF4TensorError as error:
+                check.left_out[f"{name}({value!r})"] = str(error)
+            else:
+                yield f"{name}({value!r})"
+    finally:
+        choose(None)
+
+
+def dequantize(check, tally: Tally) -> None:
+    """Compare decoded weights, of any bytes as records, by every store mapping."""
+    rows = QUICK_NUM_ROWS if check.quick else NUM_ROWS
+    for spec, num_rows in itertools.product(specs(check), rows):
+        record = make_record((num_rows,), spec)
+        moved = record.to(check.device)
+        shifted = moved.new_empty(moved.numel() + 1)[1:].view(moved.shape).copy_(moved)
+        for dtype in WEIGHT_DTYPES:
+            case = text_of(spec, dtype, num_rows)
+            check.at(f"dequantize {case}")
+            expected = ops.dequantize(record, spec, dtype).to(check.device)
+            for chosen in choices(check, "tune_dequantize", MAPPINGS):
+                case = f"{text_of(spec, dtype, num_rows)}, {chosen}"
+                found = ops.dequantize(moved, spec, dtype)
+                tally.expect("dequantize", case, difference(found, expected))
+                found = ops.dequantize(shifted, spec, dtype)
+                tally.expect("dequantize, odd address", case, difference(found, expected))
+                for what, told in guarded(moved, spec, expected):
+                    tally.expect(what, case, told)
+
+
+def guarded(record, spec: NF4Spec, expected: torch.Tensor) -> Iterator[tuple[str, str | None]]:
+    """Decode into outputs with something around them: off alignment, and with gaps."""
+    num_rows, width = expected.shape
+    line = expected.new_full((expected.numel() + 2,), GUARD)
+    out = line[1:-1].view(num_rows, width)
+    ops.dequantize_into(record, spec, out)
+    yield "dequantize_into, odd address", difference(out, expected)
+    yield "around it", difference(line[:: line.numel() - 1], line.new_full((2,), GUARD))
+    room = expected.new_full((num_rows, width + 3), GUARD)
+    ops.dequantize_into(record, spec, room[:, 1:-2])
+    yield "dequantize_into, rows with gaps", difference(room[:, 1:-2], expected)
+    room[:, 1:-2] = GUARD
+    yield "the gaps", difference(room, torch.full_like(room, GUARD))
+
+
+def large(check, tally: Tally) -> None:
+    """Compare a whole weight of a large model."""
+    moved = torch.randn(LARGE, dtype=torch.bfloat16, device=check.device)
+    weight = moved.cpu()
+    for scale_block_size in (256, None):
+        spec = NF4Spec.for_weight(LARGE[1], 64, scale_block_size)
+        case = text_of(spec, weight.dtype, LARGE[0])
+        check.at(case)
+        expected = ops.quantize(weight, spec)
+        found = ops.quantize(moved, spec)
+        tally.expect("quantize", case, difference(found, expected))
+        found = ops.dequantize(expected.to(check.device), spec, weight.dtype)
+        expected = ops.dequantize(expected, spec, weight.dtype)
+        tally.expect("dequantize", case, difference(found, expected))
+
+
+def one_hot(check, tally: Tally) -> None:
+    """Take the weights out of products with one-hot inputs: those of dequantize, none another."""
+    shapes = PRODUCTS[2:3] if check.quick else PRODUCTS[:3]
+    settings = itertools.product(shapes, QUANT_TYPES, (256, None), WEIGHT_DTYPES)
+    for (num_rows, width), quant_type, scale_block_size, dtype in settings:
+        spec = NF4Spec.for_weight(width, 64, scale_block_size, quant_type)
+        record = ops.quantize(torch.randn(num_rows, width, device=check.device), spec)
+        expected = ops.dequantize(record, spec, dtype)
+        identity = torch.eye(width, dtype=dtype, device=check.device)
+        for chosen in choices(check, "fuse_linear", (ALWAYS, 0)):
+            for inputs in ONE_HOT_ROWS:
+                case = f"{text_of(spec, dtype, num_rows)}, {inputs} inputs, {chosen}"
+                check.at(f"one-hot linear {case}")
+                parts = [ops.linear(part, record, spec) for part in identity.split(inputs)]
+                same = torch.equal(torch.cat(parts).T, expected)  # -0.0 is 0.0 in a sum
+                tally.expect("linear, one-hot inputs", case, None if same else "other weights")
+
+
+def products(check, tally: Tally) -> None:
+    """Compare products with exact ones, within what float32 sums may round."""
+    inputs = (1, 17) if check.quick else INPUT_ROWS
+    settings = itertools.product(PRODUCTS[: 2 if check.quick else 4], WEIGHT_DTYPES)
+    for (num_rows, width), dtype in settings:
+        spec = NF4Spec.for_weight(width)
+        weight = torch.randn(num_rows, width, dtype=dtype, device=check.device)
+        record = ops.quantize(weight, spec)
+        with float32_sums():
+            for chosen in choices(check, "fuse_linear", (ALWAYS, 0)):
+                for rows in inputs:
+                    case = f"{text_of(spec, dtype, num_rows)}, {rows} inputs, {chosen}"
+                    check.at(f"products {case}")
+                    for what, told in check_products(record, spec, weight.new_empty(rows, width)):
+                        tally.expect(f"{what}, within its bound", case, told)
+
+
+@contextlib.contextmanager
+def float32_sums() -> Iterator[None]:
+    """Keep cuBLAS from adding up in 16 bits, which it may by default."""
+    flags = torch.backends.cuda.matmul
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = [getattr(flags, name) for name in names]
+    for name in names:
+        setattr(flags, name, False)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(flags, name, value)
+
+
+def check_products(record, spec: NF4Spec, input) -> Iterator[tuple[str, str | None]]:
+    """Multiply random inputs, of the shape and dtype of one, each way; say what is off."""
+    exact = ops.dequantize(record, spec, input.dtype).double()
+    input.normal_()
+    bias = torch.randn_like(input[0, 0].expand(record.shape[0]))
+    gradient = torch.randn_like(input[:, :1].expand(-1, record.shape[0]))
+    # A bias is one more term: of a column that is multiplied by ones.
+    with_one = torch.cat([input, torch.ones_like(input[:, :1])], 1)
+    with_bias = torch.cat([exact, bias.double()[:, None]], 1)
+    for what, result, left, right in (
+        ("linear", ops.linear(input, record, spec), input, exact.T),
+        ("linear with a bias", ops.linear(input, record, spec, bias), with_one, with_bias.T),
+        ("matmul", ops.matmul(gradient, record, spec), gradient, exact),
+    ):
+        try:
+            bench_linear.check_bound(result, left.double(), right)
+        except AssertionError as error:
+            yield what, str(error)
+        else:
+            yield what, None
+
+
+def huge(check) -> str | None:
+    """Quantize, decode and multiply more than 2^31 elements: each part as by itself."""
+    num_rows, width = (67, 64) if check.quick else HUGE
+    if check.device == "cuda" and torch.cuda.mem_get_info()[0] < HUGE_BYTES:
+        return f"less than {HUGE_BYTES / 1e9:.0f} GB are free"
+    tally = Tally(check)
+    spec = NF4Spec.for_weight(width)
+    check.at(f"{num_rows}x{width}")
+    weight = torch.empty(num_rows, width, dtype=torch.bfloat16, device=check.device).normal_()
+    record = ops.quantize(weight, spec)
+    decoded = ops.dequantize(record, spec, weight.dtype)
+    input = torch.zeros(2, width, dtype=weight.dtype, device=check.device)
+    input[0, 1] = input[1, width - 1] = 1
+    product = ops.linear(input, record, spec)
+    tally.expect("linear, huge", "", difference(product[0], decoded[:, 1] + 0.0))
+    tally.expect("linear, huge", "", difference(product[1], decoded[:, width - 1] + 0.0))
+    step = ceil_div(num_rows, 16)
+    for start in range(0, num_rows, step):
+        part = slice(start, start + step)
+        found = ops.quantize(weight[part], spec)
+        tally.expect("quantize, huge", f"from row {start}", difference(found, record[part]))
+        found = ops.dequantize(record[part], spec, weight.dtype)
+        tally.expect("dequantize, huge", f"from row {start}", difference(found, decoded[part]))
+    rows = torch.cat([torch.arange(8), torch.arange(num_rows - 8, num_rows)])  # as on the CPU
+    expected = ops.quantize(weight[rows].cpu(), spec)
+    tally.expect("quantize, huge, as the CPU", "", difference(record[rows].cpu(), expected))
+    found, expected = decoded[rows].cpu(), ops.dequantize(expected, spec, weight.dtype)
+    tally.expect("dequantize, huge, as the CPU", "", difference(found, expected))
+    tally.close()
+    return None
