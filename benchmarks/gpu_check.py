@@ -6,8 +6,8 @@ with what it said, and the others go on in a new process; what does not fit into
 skipped by name. The JSON file is written after every row. `--device cpu` is the dry run for a
 machine without a GPU: the same code on CPU tensors, less what only CUDA has.
 
-Sections are functions of a `gpu_worker.Check`, in `gpu_exactness.py`, `gpu_kernels.py` and
-`gpu_training.py`. Exit status 1: something failed or differs; a goal that is not met is no failure.
+Sections are functions of a `gpu_worker.Check`: see SECTIONS. Exit status 1: something failed or
+differs; a goal that is not met is no failure.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,8 +44,8 @@ SECTIONS = {
     "fsdp": ("gpu_training:fsdp", 40),
     "offload": ("gpu_training:offload", 40),
     "compile": ("gpu_training:compiled", 70),
-    "graph": ("gpu_kernels:graph", 20),
-    "huge": ("gpu_exactness:huge", 40),
+    "graph": ("gpu_limits:graph", 20),
+    "huge": ("gpu_limits:huge", 40),
 }
 
 
@@ -215,6 +216,7 @@ def build(package: Path, options, facts: dict, until: float) -> str:
 
     Raises:
         CheckError: No way worked; the message is the end of what the last one said.
+        TimeoutError: It took too long.
     """
     environment = os.environ | {"NF4TENSOR_REQUIRE_COMPILED": "1", "NF4TENSOR_CUDA": "OFF"}
     if options.device == "cuda":
@@ -225,30 +227,37 @@ def build(package: Path, options, facts: dict, until: float) -> str:
     said = ""
     for way, commands in ways(package, environment["NF4TENSOR_CUDA"]):
         shutil.rmtree(package, ignore_errors=True)
-        try:
-            for command in commands:
-                seconds = until - time.monotonic()
-                subprocess.run(
-                    command,
-                    check=True,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    timeout=seconds,
-                )
-        except subprocess.CalledProcessError as error:
-            said = "\n".join(error.stdout.splitlines()[-ERROR_LINES:])
-            print(f"{way} failed:\n{said}", flush=True)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            said = f"{way} failed: {error}"
-        else:
+        said = next(filter(None, (run_command(c, environment, until) for c in commands)), "")
+        if not said:
             if not (package / "nf4tensor" / "__init__.py").exists():  # CMake installs _C.so alone
                 ignored = shutil.ignore_patterns("*.so", "__pycache__")
                 source, target = ROOT / "nf4tensor", package / "nf4tensor"
                 shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
             return f"built by {way}"
-    raise CheckError(said)
+        print(f"the build by {way} failed:\n{said}", flush=True)
+    raise CheckError(f"no way to build worked:\n{said}")
+
+
+def run_command(command: list[str], environment: dict[str, str], until: float) -> str:
+    """Run a command; return the end of what it said if it failed, else nothing.
+
+    Raises:
+        TimeoutError: It took too long; it and what it started are ended.
+    """
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        # A group of its own: pip alone would leave its compilers running.
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
+    except OSError as error:
+        return f"{command[0]}: {error}"
+    try:
+        said, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise TimeoutError(f"stopped: its time is over: {' '.join(command)}") from None
+    lines = said.splitlines()[-ERROR_LINES:] if process.returncode else []
+    return "\n".join(lines)
 
 
 def ways(package: Path, cuda: str) -> Iterator[tuple[str, list[list[str]]]]:

@@ -14,10 +14,10 @@ from pathlib import Path
 import bench_linear
 import harness
 import torch
+from gpu_worker import ALWAYS, MAPPINGS
 
 import nf4tensor
 from nf4tensor import NF4Spec
-from nf4tensor.errors import NF4TensorError
 from nf4tensor.format.spec import QUANT_TYPES, ceil_div
 from nf4tensor.kernels import native, ops, select
 from nf4tensor.kernels.schema import WEIGHT_DTYPES
@@ -32,27 +32,30 @@ WIDTHS = (1, 63, 64, 100, 576, 1000, 4096, 14336)
 NUM_ROWS = (1, 3, 37)
 QUICK_BLOCK_SIZES, QUICK_WIDTHS, QUICK_NUM_ROWS = (16, 64), (63, 128), (1, 3)
 LARGE = (4096, 14336)
-MAPPINGS = ("direct", "pair", "staged", "wide")
 GUARD = 7.0
 # Shapes of weights [out, in], and rows of inputs around every change of kernel.
 PRODUCTS = ((96, 256), (40, 1000), (24, 100), (1024, 4096))
 INPUT_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200)
 ONE_HOT_ROWS = (1, 3, 16, 17, 64)
-ALWAYS = 1 << 20  # rows of input up to which the fused kernel is taken: all
-HUGE = ((1 << 19) + (1 << 16) + 3, 4096)  # past 2^31 elements, and 2^32 bytes of output
-HUGE_BYTES = 16e9  # what it takes
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def library(check) -> None:
     """Say what is checked; refuse a build without kernels for the GPU."""
     chosen = {c.op: c.backend for c in select.table() if c.device == check.device}
-    row = {"folder": str(Path(nf4tensor.__file__).parent), **harness.environment()}
+    folder = Path(nf4tensor.__file__).parent
+    assert check.package in (None, str(folder.parent)), (
+        f"nf4tensor comes from {folder}, not from what was built: an editable install comes first; "
+        "check that one with --skip-build"
+    )
+    row = {"folder": str(folder), **harness.environment()}
+    del row["command"]  # of this process
     check.row("nf4tensor", row | {"compiled": native.unavailable_because() or "yes"})
     for op, backend in chosen.items():
         check.row("kernels", {"op": op, "backend": backend})
     if check.device == "cpu":
-        check.left_out["pinned memory, NCCL, graphs, mappings"] = "a dry run on the CPU"
+        left_out = "pinned memory, NCCL, CUDA graphs, store mappings, goals"
+        check.left_out[left_out] = "a dry run on the CPU: its times mean nothing"
         return
     for op in ("quantize", "dequantize", "dequantize_into", "linear"):
         backend = chosen.get(op, "reference")
@@ -120,7 +123,7 @@ def exactness(check) -> None:
 
 
 def specs(check) -> Iterator[NF4Spec]:
-    """Yield specs of every kind: widths, block sizes, codebooks, scales, also as cuts leave them."""
+    """Yield specs of every width, block size, codebook and scales, also as cuts leave them."""
     widths = QUICK_WIDTHS if check.quick else WIDTHS
     blocks = QUICK_BLOCK_SIZES if check.quick else BLOCK_SIZES
     for width, block, quant_type in itertools.product(widths, blocks, QUANT_TYPES):
@@ -160,24 +163,6 @@ def quantize(check, tally: Tally) -> None:
             tally.expect("quantize_into", case, difference(written, record))
 
 
-def choices(check, name: str, values: tuple) -> Iterator[str]:
-    """Choose the default kernel and then others, by a function of `native`; yield what it is."""
-    choose = getattr(native, name, None)
-    if check.device == "cpu" or choose is None:
-        yield "default"
-        return
-    try:
-        for value in (None, *values):
-            try:
-                choose(value)
-            except NF4TensorError as error:
-                check.left_out[f"{name}({value!r})"] = str(error)
-            else:
-                yield f"{name}({value!r})"
-    finally:
-        choose(None)
-
-
 def dequantize(check, tally: Tally) -> None:
     """Compare decoded weights, of any bytes as records, by every store mapping."""
     rows = QUICK_NUM_ROWS if check.quick else NUM_ROWS
@@ -189,8 +174,8 @@ def dequantize(check, tally: Tally) -> None:
             case = text_of(spec, dtype, num_rows)
             check.at(f"dequantize {case}")
             expected = ops.dequantize(record, spec, dtype).to(check.device)
-            for chosen in choices(check, "tune_dequantize", MAPPINGS):
-                case = f"{text_of(spec, dtype, num_rows)}, {chosen}"
+            for mapping in check.choices("tune_dequantize", MAPPINGS):
+                case = f"{text_of(spec, dtype, num_rows)}, mapping {mapping}"
                 found = ops.dequantize(moved, spec, dtype)
                 tally.expect("dequantize", case, difference(found, expected))
                 found = ops.dequantize(shifted, spec, dtype)
@@ -239,9 +224,9 @@ def one_hot(check, tally: Tally) -> None:
         record = ops.quantize(torch.randn(num_rows, width, device=check.device), spec)
         expected = ops.dequantize(record, spec, dtype)
         identity = torch.eye(width, dtype=dtype, device=check.device)
-        for chosen in choices(check, "fuse_linear", (ALWAYS, 0)):
+        for fused in check.choices("fuse_linear", (ALWAYS, 0)):
             for inputs in ONE_HOT_ROWS:
-                case = f"{text_of(spec, dtype, num_rows)}, {inputs} inputs, {chosen}"
+                case = f"{text_of(spec, dtype, num_rows)}, {inputs} inputs, fused {fused}"
                 check.at(f"one-hot linear {case}")
                 parts = [ops.linear(part, record, spec) for part in identity.split(inputs)]
                 same = torch.equal(torch.cat(parts).T, expected)  # -0.0 is 0.0 in a sum
@@ -257,9 +242,9 @@ def products(check, tally: Tally) -> None:
         weight = torch.randn(num_rows, width, dtype=dtype, device=check.device)
         record = ops.quantize(weight, spec)
         with float32_sums():
-            for chosen in choices(check, "fuse_linear", (ALWAYS, 0)):
+            for fused in check.choices("fuse_linear", (ALWAYS, 0)):
                 for rows in inputs:
-                    case = f"{text_of(spec, dtype, num_rows)}, {rows} inputs, {chosen}"
+                    case = f"{text_of(spec, dtype, num_rows)}, {rows} inputs, fused {fused}"
                     check.at(f"products {case}")
                     for what, told in check_products(record, spec, weight.new_empty(rows, width)):
                         tally.expect(f"{what}, within its bound", case, told)
@@ -300,35 +285,3 @@ def check_products(record, spec: NF4Spec, input) -> Iterator[tuple[str, str | No
             yield what, str(error)
         else:
             yield what, None
-
-
-def huge(check) -> str | None:
-    """Quantize, decode and multiply more than 2^31 elements: each part as by itself."""
-    num_rows, width = (67, 64) if check.quick else HUGE
-    if check.device == "cuda" and torch.cuda.mem_get_info()[0] < HUGE_BYTES:
-        return f"less than {HUGE_BYTES / 1e9:.0f} GB are free"
-    tally = Tally(check)
-    spec = NF4Spec.for_weight(width)
-    check.at(f"{num_rows}x{width}")
-    weight = torch.empty(num_rows, width, dtype=torch.bfloat16, device=check.device).normal_()
-    record = ops.quantize(weight, spec)
-    decoded = ops.dequantize(record, spec, weight.dtype)
-    input = torch.zeros(2, width, dtype=weight.dtype, device=check.device)
-    input[0, 1] = input[1, width - 1] = 1
-    product = ops.linear(input, record, spec)
-    tally.expect("linear, huge", "", difference(product[0], decoded[:, 1] + 0.0))
-    tally.expect("linear, huge", "", difference(product[1], decoded[:, width - 1] + 0.0))
-    step = ceil_div(num_rows, 16)
-    for start in range(0, num_rows, step):
-        part = slice(start, start + step)
-        found = ops.quantize(weight[part], spec)
-        tally.expect("quantize, huge", f"from row {start}", difference(found, record[part]))
-        found = ops.dequantize(record[part], spec, weight.dtype)
-        tally.expect("dequantize, huge", f"from row {start}", difference(found, decoded[part]))
-    rows = torch.cat([torch.arange(8), torch.arange(num_rows - 8, num_rows)])  # as on the CPU
-    expected = ops.quantize(weight[rows].cpu(), spec)
-    tally.expect("quantize, huge, as the CPU", "", difference(record[rows].cpu(), expected))
-    found, expected = decoded[rows].cpu(), ops.dequantize(expected, spec, weight.dtype)
-    tally.expect("dequantize, huge, as the CPU", "", difference(found, expected))
-    tally.close()
-    return None

@@ -15,6 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ERROR_LINES = 12
+STOP_SECONDS = 2.0
+# What `Check.choices` may choose: store mappings of dequantize; up to how many rows of input the
+# fused kernel of linear is taken.
+MAPPINGS = ("direct", "pair", "staged", "wide")
+ALWAYS = 1 << 20
 Message = tuple[str, object]  # kind and content
 
 
@@ -74,9 +79,11 @@ class Worker:
             raise EOFError(f"the process died with exit status {status}, see above") from None
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process: it ends by itself where it is not busy."""
+        self._connection.close()
+        self._process.join(STOP_SECONDS)
         self._process.kill()
-        self._process.join()
+        self._process.join(STOP_SECONDS)
 
 
 def serve(connection, options, package: str | None) -> None:
@@ -90,7 +97,7 @@ def serve(connection, options, package: str | None) -> None:
             return
         if package is not None and package not in sys.path:  # now it is built
             sys.path.insert(0, package)
-        connection.send(("outcome", Check(connection, options, seconds).run(where)))
+        connection.send(("outcome", Check(connection, options, package, seconds).run(where)))
 
 
 def facts_of(device: str) -> dict:
@@ -121,11 +128,15 @@ class Check:
         device: "cuda" or "cpu".
         quick: small shapes and few rounds.
         no_peers: leave out other packages.
+        package: folder that nf4tensor was built into; None: it was not.
+        judges: times are compared with goals, which are those of a GPU and of full sizes.
         left_out: who or what could not take part, and why.
     """
 
-    def __init__(self, connection, options, seconds: float) -> None:
+    def __init__(self, connection, options, package: str | None, seconds: float) -> None:
         self.device, self.quick, self.no_peers = options.device, options.quick, options.no_peers
+        self.package = package
+        self.judges = options.device == "cuda" and not options.quick
         self.left_out: dict[str, str] = {}
         self._connection = connection
         self._deadline = time.monotonic() + seconds
@@ -143,6 +154,29 @@ class Check:
         """Add a row to a table."""
         self._tables.setdefault(title, []).append(row)
         self._connection.send(("row", (title, row)))
+
+    def choices(self, name: str, values: tuple) -> Iterator[object]:
+        """Choose the default kernel and then others, by a function of `native`; yield each value.
+
+        None is the default. On the CPU, or where `native` lacks the function, it is all there is.
+        """
+        from nf4tensor.errors import NF4TensorError
+        from nf4tensor.kernels import native
+
+        choose = getattr(native, name, None)
+        if self.device == "cpu" or choose is None:
+            yield None
+            return
+        try:
+            for value in (None, *values):
+                try:
+                    choose(value)
+                except NF4TensorError as error:
+                    self.left_out[f"{name}({value!r})"] = str(error)
+                else:
+                    yield value
+        finally:
+            choose(None)
 
     def run(self, where: str) -> dict:
         """Run a section and return how it ended: its text, if it returns one, is why it cannot."""
