@@ -252,12 +252,15 @@ def run_command(command: list[str], environment: dict[str, str], until: float) -
         return f"{command[0]}: {error}"
     try:
         said, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
+    except BaseException as stopped:  # the keyboard, too
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        if not isinstance(stopped, subprocess.TimeoutExpired):
+            raise
         raise TimeoutError(f"stopped: its time is over: {' '.join(command)}") from None
-    lines = said.splitlines()[-ERROR_LINES:] if process.returncode else []
-    return "\n".join(lines)
+    if process.returncode == 0:
+        return ""
+    return "\n".join([*said.splitlines()[-ERROR_LINES:], f"exit status {process.returncode}"])
 
 
 def ways(package: Path, cuda: str) -> Iterator[tuple[str, list[list[str]]]]:
@@ -272,10 +275,8 @@ def ways(package: Path, cuda: str) -> Iterator[tuple[str, list[list[str]]]]:
     configure += [f"-DNF4TENSOR_CUDA={cuda}"]
     configure += ["-G", "Ninja"] if shutil.which("ninja") else []
     compile_ = ["cmake", "--build", folders[1], "--parallel"]
-    yield (
-        "CMake",
-        [configure, compile_, ["cmake", "--install", folders[1], "--prefix", str(package)]],
-    )
+    install = ["cmake", "--install", folders[1], "--prefix", str(package)]
+    yield "CMake", [configure, compile_, install]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import bench_linear
@@ -31,8 +31,10 @@ BLOCK_SIZES = (16, 32, 64, 4096)
 WIDTHS = (1, 63, 64, 100, 576, 1000, 4096, 14336)
 NUM_ROWS = (1, 3, 37)
 QUICK_BLOCK_SIZES, QUICK_WIDTHS, QUICK_NUM_ROWS = (16, 64), (63, 128), (1, 3)
-LARGE = (4096, 14336)
+LARGE, QUICK_LARGE = (4096, 14336), (64, 1024)
 GUARD = 7.0
+SHOWN = 3
+LEAST_SECONDS = 2.0
 # Shapes of weights [out, in], and rows of inputs around every change of kernel.
 PRODUCTS = ((96, 256), (40, 1000), (24, 100), (1024, 4096))
 INPUT_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200)
@@ -63,12 +65,11 @@ def library(check) -> None:
 
 
 class Tally:
-    """Counts comparisons by what is compared, and remembers the first differences."""
+    """Counts comparisons by what is compared, and reports the first differences of each."""
 
     def __init__(self, check) -> None:
         self._check = check
         self._counts: dict[str, list[int]] = {}
-        self._differences: list[str] = []
 
     def expect(self, what: str, case: str, difference: str | None) -> None:
         """Count a comparison, and what differs."""
@@ -76,8 +77,8 @@ class Tally:
         count[0] += 1
         if difference is not None:
             count[1] += 1
-            if count[1] <= 2:
-                self._differences.append(f"{what}, {case}: {difference}")
+            if count[1] <= SHOWN:  # at once: the next call may be the last
+                self._check.row("differences", {"of": what, "case": case, "how": difference})
 
     def close(self) -> None:
         """Report.
@@ -87,11 +88,8 @@ class Tally:
         """
         for what, (cases, differ) in self._counts.items():
             self._check.row("bits", {"what": what, "cases": cases, "differ": differ})
-        for text in self._differences:
-            print(f"differs: {text}", flush=True)
-        assert not self._differences, f"{len(self._differences)} kinds differ: " + "; ".join(
-            self._differences
-        )
+        differ = {what: count for what, (_, count) in self._counts.items() if count}
+        assert not differ, f"comparisons that differ: {differ}"
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
@@ -111,15 +109,20 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
 def exactness(check) -> None:
     """Compare quantize, dequantize, linear and matmul with the CPU's bits, or within a bound."""
     tally = Tally(check)
-    parts = (quantize, dequantize, large, one_hot, products)
     try:
-        for part in parts:
-            if check.left() < 2:
-                check.left_out[part.__name__] = "no time left"
-            elif part is not large or not check.quick:
-                part(check, tally)
+        for part in (large, one_hot, products, quantize, dequantize):  # short ones first
+            part(check, tally)
     finally:
         tally.close()
+
+
+def in_time(check, what: str, settings: Iterable) -> Iterator:
+    """Yield settings while there is time."""
+    for number, setting in enumerate(settings):
+        if check.left() < LEAST_SECONDS:
+            check.left_out[what] = f"no time left after {number} settings"
+            return
+        yield setting
 
 
 def specs(check) -> Iterator[NF4Spec]:
@@ -143,7 +146,8 @@ def text_of(spec: NF4Spec, dtype: torch.dtype, num_rows: int) -> str:
 def quantize(check, tally: Tally) -> None:
     """Compare records: of zeros, subnormals, NaN, with gaps between rows, over phases to keep."""
     rows = QUICK_NUM_ROWS if check.quick else NUM_ROWS
-    for spec, num_rows in itertools.product(specs(check), rows):
+    settings = itertools.product(specs(check), rows)
+    for spec, num_rows in in_time(check, "quantize", settings):
         if spec.scale_kind == "dynamic8":
             continue
         for dtype in WEIGHT_DTYPES:
@@ -166,7 +170,8 @@ def quantize(check, tally: Tally) -> None:
 def dequantize(check, tally: Tally) -> None:
     """Compare decoded weights, of any bytes as records, by every store mapping."""
     rows = QUICK_NUM_ROWS if check.quick else NUM_ROWS
-    for spec, num_rows in itertools.product(specs(check), rows):
+    settings = itertools.product(specs(check), rows)
+    for spec, num_rows in in_time(check, "dequantize", settings):
         record = make_record((num_rows,), spec)
         moved = record.to(check.device)
         shifted = moved.new_empty(moved.numel() + 1)[1:].view(moved.shape).copy_(moved)
@@ -201,25 +206,29 @@ def guarded(record, spec: NF4Spec, expected: torch.Tensor) -> Iterator[tuple[str
 
 def large(check, tally: Tally) -> None:
     """Compare a whole weight of a large model."""
-    moved = torch.randn(LARGE, dtype=torch.bfloat16, device=check.device)
+    shape = QUICK_LARGE if check.quick else LARGE
+    moved = torch.randn(shape, dtype=torch.bfloat16, device=check.device)
     weight = moved.cpu()
     for scale_block_size in (256, None):
-        spec = NF4Spec.for_weight(LARGE[1], 64, scale_block_size)
-        case = text_of(spec, weight.dtype, LARGE[0])
+        spec = NF4Spec.for_weight(shape[1], 64, scale_block_size)
+        case = text_of(spec, weight.dtype, shape[0])
         check.at(case)
-        expected = ops.quantize(weight, spec)
-        found = ops.quantize(moved, spec)
-        tally.expect("quantize", case, difference(found, expected))
-        found = ops.dequantize(expected.to(check.device), spec, weight.dtype)
-        expected = ops.dequantize(expected, spec, weight.dtype)
-        tally.expect("dequantize", case, difference(found, expected))
+        record = ops.quantize(weight, spec)
+        tally.expect("quantize", case, difference(ops.quantize(moved, spec), record))
+        expected = ops.dequantize(record, spec, weight.dtype).to(check.device)
+        record = record.to(check.device)
+        for mapping in check.choices("tune_dequantize", MAPPINGS):
+            found = ops.dequantize(record, spec, weight.dtype)
+            tally.expect("dequantize", f"{case}, mapping {mapping}", difference(found, expected))
 
 
 def one_hot(check, tally: Tally) -> None:
     """Take the weights out of products with one-hot inputs: those of dequantize, none another."""
     shapes = PRODUCTS[2:3] if check.quick else PRODUCTS[:3]
     settings = itertools.product(shapes, QUANT_TYPES, (256, None), WEIGHT_DTYPES)
-    for (num_rows, width), quant_type, scale_block_size, dtype in settings:
+    for (num_rows, width), quant_type, scale_block_size, dtype in in_time(
+        check, "linear", settings
+    ):
         spec = NF4Spec.for_weight(width, 64, scale_block_size, quant_type)
         record = ops.quantize(torch.randn(num_rows, width, device=check.device), spec)
         expected = ops.dequantize(record, spec, dtype)
@@ -237,7 +246,7 @@ def products(check, tally: Tally) -> None:
     """Compare products with exact ones, within what float32 sums may round."""
     inputs = (1, 17) if check.quick else INPUT_ROWS
     settings = itertools.product(PRODUCTS[: 2 if check.quick else 4], WEIGHT_DTYPES)
-    for (num_rows, width), dtype in settings:
+    for (num_rows, width), dtype in in_time(check, "products", settings):
         spec = NF4Spec.for_weight(width)
         weight = torch.randn(num_rows, width, dtype=dtype, device=check.device)
         record = ops.quantize(weight, spec)

@@ -62,7 +62,7 @@ def replays(
     input.copy_(second)
     output.zero_()
     graph.replay()
-    tally.expect("graphs", what, difference(output, expected))
+    tally.expect(f"graph of {what}", "another input", difference(output, expected))
 
 
 def huge(check) -> str | None:

@@ -246,15 +246,16 @@ def train_sharded(check, title: str, **options) -> None:
             for layer in model:
                 fully_shard(layer, mesh=mesh, **options)
             fully_shard(model, mesh=mesh, **options)
+            sharded = stepper(model, x)
+            losses = {"plain": [plain() for _ in range(STEPS)]}
+            losses["sharded"] = [sharded() for _ in range(STEPS)]
+            compare(check, title, dtype, losses)
+            model.reshard()
             weight = model[0].q.base.weight.to_local()
             assert isinstance(weight, NF4Tensor), f"sharding made a {type(weight).__name__}"
             if "offload_policy" in options:
                 assert weight.device.type == "cpu", f"the offloaded weight is on {weight.device}"
                 assert weight.record.is_pinned() == (check.device == "cuda"), "pinned memory"
-            sharded = stepper(model, x)
-            losses = {"plain": [plain() for _ in range(STEPS)]}
-            losses["sharded"] = [sharded() for _ in range(STEPS)]
-            compare(check, title, dtype, losses)
 
 
 def check_pinned(check) -> None:

@@ -40,6 +40,7 @@ class Worker:
         self._process.start()
         theirs.close()
         self._facts: dict | None = None
+        self._is_busy = False
         self.outcome: dict = {}
 
     def is_alive(self) -> bool:
@@ -59,12 +60,13 @@ class Worker:
             TimeoutError: It took too long. The process is still at it: stop it.
             EOFError: The process died.
         """
+        self._is_busy = True
         with contextlib.suppress(BrokenPipeError):  # receiving says why
             self._connection.send((where, until - time.monotonic()))
         while True:
             kind, content = self._receive(until)
             if kind == "outcome":
-                self.outcome = content
+                self.outcome, self._is_busy = content, False
                 return
             yield kind, content
 
@@ -79,9 +81,10 @@ class Worker:
             raise EOFError(f"the process died with exit status {status}, see above") from None
 
     def stop(self) -> None:
-        """End the process: it ends by itself where it is not busy."""
-        self._connection.close()
-        self._process.join(STOP_SECONDS)
+        """End the process; one that is not busy ends by itself."""
+        if not self._is_busy:
+            self._connection.close()
+            self._process.join(STOP_SECONDS)
         self._process.kill()
         self._process.join(STOP_SECONDS)
 
