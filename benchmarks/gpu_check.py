@@ -33,7 +33,7 @@ OLDEST_TORCH = (2, 11)
 SECONDS = 210.0
 LEAST_SECONDS = 4.0  # a section that would get less is skipped
 ERROR_LINES = 30
-# Name -> module:function, and the seconds after which it is stopped.
+# Name -> module:function, and the seconds after which it is stopped, of SECONDS in all.
 SECTIONS = {
     "build": ("gpu_exactness:library", 120),
     "exactness": ("gpu_exactness:exactness", 60),
@@ -94,7 +94,7 @@ def run_sections(options, record: "Record", package: Path | None, deadline: floa
             record.end(name, {"status": "skipped", "because": blocked or "no time left"})
             continue
         record.begin(name)
-        until = time.monotonic() + min(limit, left)
+        until = time.monotonic() + min(limit * max(1.0, options.seconds / SECONDS), left)
         try:
             if not worker.is_alive():
                 worker = Worker(options, package)

@@ -250,7 +250,6 @@ def train_sharded(check, title: str, **options) -> None:
             losses = {"plain": [plain() for _ in range(STEPS)]}
             losses["sharded"] = [sharded() for _ in range(STEPS)]
             compare(check, title, dtype, losses)
-            model.reshard()
             weight = model[0].q.base.weight.to_local()
             assert isinstance(weight, NF4Tensor), f"sharding made a {type(weight).__name__}"
             if "offload_policy" in options:
