@@ -59,7 +59,7 @@ namespace nf4tensor::emulator {
   std::abort();
 }
 
-inline constexpr size_t kStackBytes = 64 << 10;
+inline constexpr size_t kStackBytes = 32 << 10;  // an address sanitizer clears them at every switch
 inline constexpr unsigned kWarp = 32;
 
 struct Fiber {
@@ -74,7 +74,7 @@ struct Fiber {
 
 // What a thread gives to the others of its warp.
 struct Slot {
-  uint32_t words[8];
+  uint32_t words[12];
 };
 
 // A launch as the driver gets it.
@@ -273,24 +273,25 @@ float Half(const uint32_t* words, unsigned index) {
 // `group` of B, and of each the elements 2 * place + {0, 1, 8, 9} along k.
 template <DType kDType>
 void MultiplyTile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  struct {
-    uint32_t a[4];
-    uint32_t b[2];
+  struct Fragments {
+    float a[8];
+    float b[4];
   } mine;
-  std::memcpy(mine.a, a, sizeof(a));
-  std::memcpy(mine.b, b, sizeof(b));
+  for (unsigned i = 0; i < 8; ++i) mine.a[i] = Half<kDType>(a, i);
+  for (unsigned i = 0; i < 4; ++i) mine.b[i] = Half<kDType>(b, i);
   const unsigned lane = state.thread % kWarp;
   Exchange(mine, [&](const Slot* slots) {
     for (unsigned i = 0; i < 4; ++i) {
-      const unsigned row_half = i / 2;
       const unsigned column = lane % 4 * 2 + i % 2;
-      for (unsigned k = 0; k < 16; ++k) {
-        const unsigned place = k % 8 / 2;
-        const unsigned half = k / 8 * 2;  // a[0], a[1]: k below 8 of both rows
-        const uint32_t* const row = slots[lane / 4 * 4 + place].words;
-        const uint32_t* const other = slots[column * 4 + place].words + 4;
-        sums[i] +=
-            Half<kDType>(row + half + row_half, k % 2) * Half<kDType>(other + half / 2, k % 2);
+      for (unsigned place = 0; place < 4; ++place) {
+        Fragments row, other;
+        std::memcpy(&row, &slots[lane / 4 * 4 + place], sizeof(row));
+        std::memcpy(&other, &slots[column * 4 + place], sizeof(other));
+        // Words 0 and 2 of A are of a lane's first row, 1 and 3 of its second.
+        for (unsigned k = 0; k < 2; ++k) {
+          sums[i] += row.a[i / 2 * 2 + k] * other.b[k];
+          sums[i] += row.a[i / 2 * 2 + 4 + k] * other.b[2 + k];
+        }
       }
     }
     return 0;
