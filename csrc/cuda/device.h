@@ -53,6 +53,15 @@ void WidenPair(uint32_t word, float& low, float& high) {
   high = emulator::Half<kDType>(&word, 1);
 }
 
+// The larger of the values in two words, two by two where they are 16 bits; NaN where one is. None
+// is negative.
+template <DType kDType>
+uint32_t MaxOrNan(uint32_t a, uint32_t b) {
+  return emulator::MaxOrNan<kDType>(a, b);
+}
+
+inline float ApproximateReciprocal(float value) { return emulator::ApproximateReciprocal(value); }
+
 inline uint4 LoadOnce(const uint8_t* from) { return emulator::Load<uint4>(from); }
 
 inline void LoadSector(const uint8_t* from, uint32_t (&words)[8]) {
@@ -134,6 +143,28 @@ __device__ __forceinline__ void WidenPair(uint32_t word, float& low, float& high
         : "=f"(low), "=f"(high)
         : "r"(word));
   }
+}
+
+// The larger of the values in two words, two by two where they are 16 bits; NaN where one is. None
+// is negative.
+template <DType kDType>
+__device__ __forceinline__ uint32_t MaxOrNan(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  if constexpr (kDType == kFloat32) {
+    asm("max.NaN.f32 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else if constexpr (kDType == kBFloat16) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  }
+  return larger;
+}
+
+// Within one unit in the last place, where neither it nor the value is subnormal.
+__device__ __forceinline__ float ApproximateReciprocal(float value) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(value));
+  return reciprocal;
 }
 
 // 16 bytes that nobody will read again, at a multiple of 16.

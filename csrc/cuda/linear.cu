@@ -351,6 +351,8 @@ bool IsAligned(const uint8_t* address, uintptr_t alignment) {
   return reinterpret_cast<uintptr_t>(address) % alignment == 0;
 }
 
+int64_t max_fused_inputs = -1;  // or what SetMaxFusedInputs was told
+
 }  // namespace
 
 bool CanFuse(const LinearCall& call) {
@@ -362,7 +364,11 @@ bool CanFuse(const LinearCall& call) {
          IsAligned(call.record, 32);
 }
 
-int64_t MaxFusedInputs(const RecordSpec& spec, int64_t num_rows, int compute_capability) {
+void SetMaxFusedInputs(int64_t max_inputs) { max_fused_inputs = max_inputs; }
+
+int64_t MaxFusedInputs(const RecordSpec& spec, int64_t num_rows) {
+  if (max_fused_inputs >= 0) return max_fused_inputs;
+  const int compute_capability = ComputeCapability();
   // Nobody has measured this kernel. These are the crossovers that bitsandbytes 0.50 found for its
   // own, which multiplies 64 rows a block (its backends/cuda/ops.py): where a wave of blocks is not
   // full, and where one, two and three are.

@@ -236,10 +236,14 @@ class Grid {
       call.*size = 0;
       cuda::LaunchLinear(call, nullptr);  // a launch of no blocks ends the program
     }
-    Expect(cuda::MaxFusedInputs(spec_, 4096, 75) == 0, "no tensor cores for bfloat16 before sm_80");
-    Expect(cuda::MaxFusedInputs(spec_, 64 * 132 * 3, 90) == 64, "three waves on sm_90");
-    Expect(cuda::MaxFusedInputs(spec_, 64 * 132 * 3 - 64, 90) == 48, "two waves on sm_90");
-    Expect(cuda::MaxFusedInputs(spec_, 1, 121) == 8, "few rows on a successor of sm_120");
+    const auto most = [&](int64_t num_rows, int compute_capability) {
+      emulator::state.compute_capability = compute_capability;
+      return cuda::MaxFusedInputs(spec_, num_rows);
+    };
+    Expect(most(4096, 75) == 0, "no tensor cores for bfloat16 before sm_80");
+    Expect(most(64 * 132 * 3, 90) == 64, "three waves on sm_90");
+    Expect(most(64 * 132 * 3 - 64, 90) == 48, "two waves on sm_90");
+    Expect(most(1, 121) == 8, "few rows on a successor of sm_120");
   }
 
   void Expect(bool holds, const char* what) {

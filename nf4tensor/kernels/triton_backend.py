@@ -1,0 +1,73 @@
+"""The Triton kernels as `select.py` calls them, for GPUs that the compiled library has none for.
+
+Triton is imported by the first call, never with the package. Arguments are checked by the caller;
+whatever is not contiguous is copied here.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nf4tensor.format.spec import NF4Spec
+
+
+def unavailable_because() -> str | None:
+    """Return why the kernels cannot be used, or None when they can."""
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install 'nf4tensor[triton]')"
+    import triton.language
+
+    if not hasattr(triton.language, "gather"):
+        return f"triton {triton.__version__} has no tl.gather: install 3.2 or newer"
+    return None
+
+
+def dequantize(record: Tensor, spec: NF4Spec, dtype: torch.dtype) -> Tensor:
+    """Return the weight `[*lead, in_features]` of a record `[*lead, pitch]` in `dtype`."""
+    out = torch.empty(*record.shape[:-1], spec.in_features, dtype=dtype, device=record.device)
+    dequantize_into(record, spec, out)
+    return out
+
+
+def dequantize_into(record: Tensor, spec: NF4Spec, out: Tensor) -> None:
+    """Decode a record `[*lead, pitch]` into `out` `[*lead, in_features]`, in its dtype."""
+    from nf4tensor.kernels import triton_dequantize
+
+    target = out if out.is_contiguous() else out.new_empty(out.shape)
+    with _on_device_of(record):
+        triton_dequantize.dequantize_into(record.contiguous(), spec, target)
+    if target is not out:
+        out.copy_(target)
+
+
+def linear(input: Tensor, record: Tensor, spec: NF4Spec, bias: Tensor | None = None) -> Tensor:
+    """Return `input @ W.T + bias`, W decoded to the input's dtype; stacks of W broadcast.
+
+    Few inputs are multiplied as the weight is decoded; for more, the decoded weight goes to
+    torch's own product.
+    """
+    from nf4tensor.kernels import triton_linear
+
+    if triton_linear.can_fuse(input, record, spec):
+        with _on_device_of(record):
+            return triton_linear.linear(
+                input.contiguous(), record.contiguous(), spec, None if bias is None else bias.contiguous()
+            )
+    weight = dequantize(record, spec, input.dtype)
+    if weight.dim() == 2:
+        return F.linear(input, weight, bias)
+    output = input @ weight.mT
+    return output if bias is None else output + bias
+
+
+def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    # Triton launches on the current device.
+    if tensor.device.type == "cpu":
+        return nullcontext()
+    return torch.get_device_module(tensor.device).device(tensor.device)
