@@ -279,10 +279,10 @@ class Grid {
 }  // namespace nf4tensor
 
 int main(int num_arguments, char** arguments) {
-  const long seed = num_arguments > 1 ? std::strtol(arguments[1], nullptr, 10) : 0;
-  const long stride = num_arguments > 2 ? std::strtol(arguments[2], nullptr, 10) : 13;
+  const long stride = num_arguments > 1 ? std::strtol(arguments[1], nullptr, 10) : 1;
+  const long seed = num_arguments > 2 ? std::strtol(arguments[2], nullptr, 10) : 0;
   if (num_arguments > 3 || stride < 1 || seed < 0) {
-    std::fprintf(stderr, "usage: cuda_grid_linear [SEED [STRIDE]]\n");
+    std::fprintf(stderr, "usage: cuda_grid_linear [STRIDE [SEED]]\n");
     return 2;
   }
   nf4tensor::Grid grid(stride, static_cast<uint32_t>(seed));
