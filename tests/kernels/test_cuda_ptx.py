@@ -101,7 +101,7 @@ def test_dequantize(calls_of, most):
     calls = calls_of("dequantize")
     for seed, (spec, dtype, mapping) in shuffled(calls, most, every_spec(), DTYPES, MAPPINGS):
         rows, skew = rows_of(spec), (0, 0, dtype.itemsize, 16)[seed // 2 % 4]
-        with calls.recorder.tuned_dequantize(mapping, seed % 3):
+        with calls.recorder.configured(mapping=mapping):
             call = calls.dequantize(rows, spec, dtype, skew)
         if calls.is_due(call, most):
             record = (make_record, make_finite_record)[seed % 2]((rows,), spec, seed)
@@ -115,7 +115,7 @@ def count_dequantize(
 ) -> Execution:
     """Decode whole blocks of threads with the default spec, records at a multiple of a sector."""
     spec = NF4Spec.for_weight(width)
-    with calls.recorder.tuned_dequantize(mapping, 0):
+    with calls.recorder.configured(mapping=mapping):
         call = calls.dequantize(num_rows, spec, dtype, record=1 << 40)
     out = garbage(num_rows, width, dtype=dtype)
     (execution,) = calls.run(call, record=make_record((num_rows,), spec), out=out)
@@ -157,7 +157,7 @@ def test_dequantize_with_few_blocks(calls_of, dtype):
     calls = calls_of("dequantize")
     for mapping, width in itertools.product(MAPPINGS, (1000, 576)):
         spec = NF4Spec.for_weight(width)
-        with calls.recorder.tuned_dequantize(mapping, 2):
+        with calls.recorder.configured(mapping=mapping, max_blocks=2):
             call = calls.dequantize(50, spec, dtype)
         record, out = make_record((50,), spec), garbage(50, width, dtype=dtype)
         calls.run(call, record=record, out=out)
@@ -185,7 +185,8 @@ def test_quantize(calls_of, most):
     specs = (spec for spec in every_spec() if spec.scale_kind != "dynamic8")
     for seed, (spec, dtype, keep_phase) in shuffled(calls, 2 * most, specs, DTYPES, (False, True)):
         rows, skew = rows_of(spec), (0, dtype.itemsize, 16)[seed % 3]
-        call = calls.quantize(rows, spec, dtype, skew, keep_phase)
+        with calls.recorder.configured(num_processors=1):
+            call = calls.quantize(rows, spec, dtype, skew, keep_phase)
         if calls.is_due(call, 2 * most):
             kinds = random.Random(seed).sample(delicate, 1 + seed % 6)
             weight = make_rows(spec, kinds, rows, seed, dtype)
@@ -195,6 +196,34 @@ def test_quantize(calls_of, most):
                 reference.quantize_into(weight, spec, expected)
             calls.run(call, weight=weight, record=record)
             assert torch.equal(record, expected), (spec, dtype, kinds)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_reads_each_weight_once(calls_of, dtype):
+    calls, spec = calls_of("quantize"), NF4Spec.for_weight(4096)
+    weight, record = torch.ones(8, 4096, dtype=dtype), garbage(8, spec.pitch, dtype=torch.uint8)
+    (execution,) = calls.run(calls.quantize(8, spec, dtype), weight=weight, record=record)
+    loads = [access for access in execution.accesses if access.name == "weight"]
+    assert sum(access.num_bytes for access in loads) == weight.nbytes
+    codes = [access for access in execution.accesses if access.opcode.startswith("st.global.cs")]
+    assert all(access.fills_sectors for access in codes)
+    assert sum(access.num_bytes for access in codes) == 8 * spec.codes_bytes
+    shared = [access for access in execution.accesses if access.name == "shared"]
+    assert all(access.wavefronts == access.ideal_wavefronts for access in shared)
+
+
+@pytest.mark.parametrize("width", [4096, 1000, 63])
+def test_quantize_past_32_bits(calls_of, width):
+    calls = calls_of("quantize")
+    num_rows, last = 1 << 34 - width.bit_length(), 8 * 4096 // width
+    for dtype, scale_block_size in itertools.product(DTYPES, (256, None)):
+        spec = NF4Spec.for_weight(width, 64, scale_block_size)
+        weight = make_rows(spec, ["gaussian"], last, 0, dtype)
+        record = garbage(last, spec.pitch, dtype=torch.uint8)
+        with calls.recorder.configured(num_processors=1 << 24):
+            call = calls.quantize(num_rows, spec, dtype)
+        written = calls.run_last(call, num_rows, weight=weight, record=record)
+        assert torch.equal(record[-written:], reference.quantize(weight, spec)[-written:])
 
 
 @few_or_all

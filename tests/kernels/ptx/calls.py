@@ -96,7 +96,12 @@ class Calls:
         return Call(launches, places, row_bytes, "out")
 
     def quantize(
-        self, num_rows: int, spec: NF4Spec, dtype: torch.dtype, skew: int, keep_phase: bool
+        self,
+        num_rows: int,
+        spec: NF4Spec,
+        dtype: torch.dtype,
+        skew: int = 0,
+        keep_phase: bool = False,
     ) -> Call:
         """Encode `weight` [rows, in_features], off a page, to records [rows, pitch]."""
         places = {"record": _RECORD, "weight": _PLACES["weight"] + skew}
@@ -112,7 +117,7 @@ class Calls:
     ) -> Call:
         """Multiply `inputs` [num_inputs, in_features] with records [rows, pitch]."""
         names = ("inputs", "bias", "out") if has_bias else ("inputs", "out")
-        places = {"record": _RECORD, **{name: _PLACES[name] for name in names}}
+        places = {name: _PLACES[name] for name in ("record", *names)}
         order = (places.get(name, 0) for name in ("record", "inputs", "bias", "out"))
         launches = self.recorder.record(
             *("RecordLinear", self.capability, spec, DTYPES.index(dtype)),

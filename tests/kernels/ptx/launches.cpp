@@ -51,11 +51,13 @@ uint8_t* AtMutable(uint64_t address) { return reinterpret_cast<uint8_t*>(address
 
 extern "C" {
 
-#ifdef NF4TENSOR_DEQUANTIZE
-void TuneDequantize(int mapping, int64_t max_blocks) {
+// What grids depend on: the processors of the device, and how dequantize is tuned.
+void Configure(int num_processors, int mapping, int64_t max_blocks) {
+  emulator::state.num_processors = num_processors;
   cuda::SetDequantizeTuning({static_cast<cuda::Mapping>(mapping), max_blocks});
 }
 
+#ifdef NF4TENSOR_DEQUANTIZE
 const char* RecordDequantize(int compute_capability, const RecordSpec* spec, int dtype,
                              int64_t num_rows, uint64_t record, uint64_t out) {
   return Record(compute_capability, [=] {

@@ -70,12 +70,14 @@ class Recorder:
         self._library = ctypes.CDLL(str(path))
 
     @contextmanager
-    def tuned_dequantize(self, mapping: int, max_blocks: int) -> Iterator[None]:
-        """Choose a mapping of kernels.h and a largest grid for a while; 0 is the default."""
-        tune = self._library["TuneDequantize"]
-        tune(mapping, ctypes.c_int64(max_blocks))
+    def configured(
+        self, num_processors: int = 132, mapping: int = 0, max_blocks: int = 0
+    ) -> Iterator[None]:
+        """Choose, for a while, the size of the device and a tuning of dequantize (kernels.h)."""
+        configure = self._library["Configure"]
+        configure(num_processors, mapping, ctypes.c_int64(max_blocks))
         yield
-        tune(0, ctypes.c_int64(0))
+        configure(132, 0, ctypes.c_int64(0))
 
     def record(self, function: str, capability: int, spec: NF4Spec, *arguments) -> list[Launch]:
         """Return what a function of launches.cpp launches on a device of some capability.

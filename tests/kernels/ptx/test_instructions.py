@@ -218,6 +218,21 @@ def test_roots(opcode, function):
     assert (apply(opcode, ["f32"], "f32", x).view(np.uint32) == expected).all()
 
 
+def test_approximate_reciprocals():
+    x = floats(seed=11)
+    x = np.concatenate([x, np.ldexp(np.float32(1), np.arange(-149, 128))])
+    is_small = np.abs(x) < np.finfo(np.float32).tiny
+    with np.errstate(all="ignore"):
+        exact = (1 / x.astype(np.float64)).astype(np.float32)
+    for flush in (False, True):
+        result = apply(f"rcp.approx{'.ftz' * flush}.f32", ["f32"], "f32", x)
+        assert (np.isnan(result) == np.isnan(x)).all()
+        assert (np.isinf(result) == (np.isinf(exact) | (is_small & flush))).all()
+        assert not (np.abs(result[result != 0]) < np.finfo(np.float32).tiny).any() or not flush
+        usual = np.isfinite(exact) & ~is_small & (result != 0)
+        assert set((result.view(np.int32) - exact.view(np.int32))[usual]) == {-1, 0, 1}
+
+
 def test_fma_rounds_once():
     generator = np.random.default_rng(4)
     count = 3000
@@ -258,6 +273,24 @@ def test_min_max_abs_neg_copysign():
     assert (apply("neg.f32", ["f32"], "f32", x).view(np.uint32) == words ^ 0x80000000).all()
     signed_y = apply("copysign.f32", ["f32", "f32"], "f32", x, y).view(np.uint32)
     assert (signed_y == (others & 0x7FFFFFFF | words & 0x80000000)).all()
+
+
+@pytest.mark.parametrize("kind", ["bf16x2", "f16x2"])
+def test_min_max_of_halves(kind):
+    generator = np.random.default_rng(12)
+    words = generator.integers(0, 1 << 32, (2, 960), np.uint32)
+    words[:, ::7] &= 0x80008000
+    words[0, ::5] |= 0x7F807C00
+    halves = words.view(np.uint16)
+    wide = halves.astype(np.uint32) << 16 if kind == "bf16x2" else halves.view(np.float16)
+    x, y = wide.view(np.float32) if kind == "bf16x2" else wide.astype(np.float32)
+    for name in ("min", "max"):
+        for suffix in ("", ".NaN"):
+            expected = apply(f"{name}{suffix}.f32", ["f32", "f32"], "f32", x, y)
+            half = kind.removesuffix("x2")
+            bits = apply(f"cvt.rn.{half}.f32", ["f32"], "b16", expected)
+            actual = apply(f"{name}{suffix}.{kind}", ["b32", "b32"], "b32", *words)
+            assert (actual.view(np.uint16) == bits).all()
 
 
 ORDERED = {
@@ -417,7 +450,7 @@ def test_words_are_taken_apart_and_put_together():
 
 @pytest.mark.parametrize(
     "opcode",
-    ["ex2.approx.f32", "rcp.approx.f32", "add.ftz.f32", "add.rz.f32", "cvt.rz.f32.s32", "wgmma"],
+    ["ex2.approx.f32", "sqrt.approx.f32", "add.ftz.f32", "add.rz.f32", "cvt.rz.f32.s32", "wgmma"],
 )
 def test_what_is_not_known_is_named(opcode):
     sources = ["f32"] * (2 if opcode.startswith("add") else 1)
