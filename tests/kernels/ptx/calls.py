@@ -102,9 +102,10 @@ class Calls:
         dtype: torch.dtype,
         skew: int = 0,
         keep_phase: bool = False,
+        record: int = _RECORD,
     ) -> Call:
         """Encode `weight` [rows, in_features], off a page, to records [rows, pitch]."""
-        places = {"record": _RECORD, "weight": _PLACES["weight"] + skew}
+        places = {"record": record, "weight": _PLACES["weight"] + skew}
         launches = self.recorder.record(
             *("RecordQuantize", self.capability, spec, DTYPES.index(dtype), c_int64(num_rows)),
             *(c_uint64(places["weight"]), int(keep_phase), c_uint64(places["record"])),
