@@ -36,13 +36,37 @@ void Run(void (*kernel)(Parameters...), const Launch& launch, const Arguments&..
   emulator::Run(launch.blocks, launch.threads, kernel, static_cast<Parameters>(arguments)...);
 }
 
+inline uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  return emulator::PermuteBytes(a, b, selector);
+}
+
 // Two values to one word, the first in the low half.
 template <DType kDType>
 uint32_t RoundPair(float low, float high) {
   return emulator::RoundTo<kDType>(low) | emulator::RoundTo<kDType>(high) << 16;
 }
 
+// The two values of a word, the low half first.
+template <DType kDType>
+void WidenPair(uint32_t word, float& low, float& high) {
+  low = emulator::Half<kDType>(&word, 0);
+  high = emulator::Half<kDType>(&word, 1);
+}
+
+// The larger of the values in two words, two by two where they are 16 bits; NaN where one is. None
+// is negative.
+template <DType kDType>
+uint32_t MaxOrNan(uint32_t a, uint32_t b) {
+  return emulator::MaxOrNan<kDType>(a, b);
+}
+
+inline float ApproximateReciprocal(float value) { return emulator::ApproximateReciprocal(value); }
+
 inline uint4 LoadOnce(const uint8_t* from) { return emulator::Load<uint4>(from); }
+
+inline void LoadSector(const uint8_t* from, uint32_t (&words)[8]) {
+  emulator::LoadSector(from, words);
+}
 
 template <int kBytes>
 void StoreOnce(uint8_t* to, const uint32_t* words) {
@@ -88,6 +112,14 @@ void Run(void (*kernel)(Parameters...), const Launch& launch, const Arguments&..
   CheckCuda(cudaLaunchKernelEx(&config, kernel, arguments...), "launch a kernel");
 }
 
+// PRMT: nibble i of the selector picks byte i of the result from the eight of b:a, or, with its
+// bit 3 set, eight copies of that byte's sign. (__byte_perm clears those bits, one by one.)
+__device__ __forceinline__ uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+}
+
 // Two values to one word, the first in the low half. To nearest even; subnormals stay.
 template <DType kDType>
 __device__ __forceinline__ uint32_t RoundPair(float low, float high) {
@@ -100,6 +132,41 @@ __device__ __forceinline__ uint32_t RoundPair(float low, float high) {
   return word;
 }
 
+// The two values of a word, the low half first.
+template <DType kDType>
+__device__ __forceinline__ void WidenPair(uint32_t word, float& low, float& high) {
+  if constexpr (kDType == kBFloat16) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xFFFF0000u);
+  } else {
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+  }
+}
+
+// The larger of the values in two words, two by two where they are 16 bits; NaN where one is. None
+// is negative.
+template <DType kDType>
+__device__ __forceinline__ uint32_t MaxOrNan(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  if constexpr (kDType == kFloat32) {
+    asm("max.NaN.f32 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else if constexpr (kDType == kBFloat16) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  }
+  return larger;
+}
+
+// Within one unit in the last place, where neither it nor the value is subnormal.
+__device__ __forceinline__ float ApproximateReciprocal(float value) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(value));
+  return reciprocal;
+}
+
 // 16 bytes that nobody will read again, at a multiple of 16.
 __device__ __forceinline__ uint4 LoadOnce(const uint8_t* from) {
   uint4 words;
@@ -107,6 +174,26 @@ __device__ __forceinline__ uint4 LoadOnce(const uint8_t* from) {
                : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
                : "l"(from));
   return words;
+}
+
+// 32 bytes at a multiple of 32. Two loads before sm_100, which share their sector in the
+// first-level cache.
+__device__ __forceinline__ void LoadSector(const uint8_t* from, uint32_t (&words)[8]) {
+#if __CUDA_ARCH__ >= 1000
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]), "=r"(words[4]),
+                 "=r"(words[5]), "=r"(words[6]), "=r"(words[7])
+               : "l"(from));
+#else
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    const uint4 half = __ldg(reinterpret_cast<const uint4*>(from + 4 * i));
+    words[i] = half.x;
+    words[i + 1] = half.y;
+    words[i + 2] = half.z;
+    words[i + 3] = half.w;
+  }
+#endif
 }
 
 // 2 to 32 bytes that nobody will read soon, at a multiple of their number. 32 are two stores before

@@ -53,11 +53,15 @@ struct LinearCall {
   uint8_t* output;
 };
 
-// Up to how many inputs the kernel is faster, on the current device, than decoding the weight for
-// torch's own product.
+// Up to how many inputs LaunchLinear is expected to be faster, on the current device, than decoding
+// the weight for torch's own product; or what was set, if it is not below zero.
 int64_t MaxFusedInputs(const RecordSpec& spec, int64_t num_rows);
-// Whether the kernel takes a call: 16-bit dtypes and addresses and sizes that it can load.
+void SetMaxFusedInputs(int64_t max_inputs);
+
+// Whether the kernel takes a call: 16-bit dtypes, in_features a multiple of 8, fewer than 2^31
+// outputs, inputs at a multiple of 16 bytes and records at one of 32.
 bool CanFuse(const LinearCall& call);
+// Takes any number of inputs.
 void LaunchLinear(const LinearCall& call, Stream stream);
 
 }  // namespace nf4tensor::cuda

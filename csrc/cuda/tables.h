@@ -52,27 +52,26 @@ __device__ __forceinline__ Table MakeTable(float scale) {
   return MakeTable<kDType>(kCodebook, scale);
 }
 
-// Looks up the four codes in the low 16 bits. A selector of PRMT with bit 3 set gives a sign, so
-// `codes` is good for entries below 8, `flipped` (codes ^ 8) for the others, and `halves` selects
-// byte i of the first or the second result (4 + i where code i is 8 or more).
-__device__ __forceinline__ uint32_t LookUp(const uint32_t (&bytes)[4], uint32_t codes,
-                                           uint32_t flipped, uint32_t halves) {
-  return __byte_perm(__byte_perm(bytes[0], bytes[1], codes),
-                     __byte_perm(bytes[2], bytes[3], flipped), halves);
-}
-
 // Eight codes, as a record has them, to eight weights in order, two a word.
 __device__ __forceinline__ void DecodeWord(const Table& table, uint32_t codes,
                                            uint32_t (&weights)[4]) {
-  const uint32_t flipped = codes ^ 0x88888888u;
-  const uint32_t halves = ((codes >> 1) & 0x44444444u) | 0x32103210u;
+  // Bit 3 of a selector means a sign: it chooses between the two halves of a table instead.
+  const uint32_t index = codes & 0x77777777u;
+  const uint32_t shifted = codes << 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t low = LookUp(table.low, codes >> 16 * i, flipped >> 16 * i, halves >> 16 * i);
-    const uint32_t high = LookUp(table.high, codes >> 16 * i, flipped >> 16 * i, halves >> 16 * i);
+    // 255 in byte j where code j is 8 or more: the signs of the nibbles.
+    const uint32_t is_upper = PermuteBytes(codes, shifted, i == 0 ? 0x9D8Cu : 0xBFAEu);
+    const auto look_up = [&](const uint32_t (&bytes)[4]) {
+      const uint32_t lower = PermuteBytes(bytes[0], bytes[1], index >> 16 * i);
+      const uint32_t upper = PermuteBytes(bytes[2], bytes[3], index >> 16 * i);
+      return (lower & ~is_upper) | (upper & is_upper);
+    };
+    const uint32_t low = look_up(table.low);
+    const uint32_t high = look_up(table.high);
     // The high nibble of a byte comes first.
-    weights[2 * i] = __byte_perm(low, high, 0x4051);
-    weights[2 * i + 1] = __byte_perm(low, high, 0x6273);
+    weights[2 * i] = PermuteBytes(low, high, 0x4051);
+    weights[2 * i + 1] = PermuteBytes(low, high, 0x6273);
   }
 }
 

@@ -48,6 +48,8 @@ struct alignas(16) uint4 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+using std::max;
+using std::min;
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -214,6 +216,11 @@ T Load(const void* from) {
   return value;
 }
 
+inline void LoadSector(const void* from, uint32_t (&words)[8]) {
+  if (reinterpret_cast<uintptr_t>(from) % sizeof(words) != 0) Fail("a misaligned load");
+  std::memcpy(words, from, sizeof(words));
+}
+
 template <int kBytes>
 void Store(void* to, const void* value) {
   if (reinterpret_cast<uintptr_t>(to) % kBytes != 0) Fail("a misaligned store");
@@ -239,6 +246,18 @@ T Shuffle(const T& value, unsigned lane) {
   });
 }
 
+inline uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pick = selector >> 4 * i & 15;
+    const uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
+    const uint32_t sign = (byte & 128) != 0 ? 255 : 0;
+    result |= ((pick & 8) != 0 ? sign : byte) << 8 * i;
+  }
+  return result;
+}
+
 // Rounds as the processors do: to nearest even, with a NaN of their own.
 template <DType kDType>
 uint32_t RoundTo(float value) {
@@ -250,6 +269,21 @@ template <DType kDType>
 float Half(const uint32_t* words, unsigned index) {
   const uint16_t bits = static_cast<uint16_t>(words[index / 2] >> 16 * (index % 2));
   return kDType == kBFloat16 ? cpu::BFloat16::Widen(bits) : cpu::Float16::Widen(bits);
+}
+
+// Magnitudes order like their bits; a NaN becomes the processors' own.
+template <DType kDType>
+uint32_t MaxOrNan(uint32_t a, uint32_t b) {
+  if (kDType == kFloat32) return std::max(a, b) <= 0x7F800000u ? std::max(a, b) : 0x7FFFFFFFu;
+  const uint32_t infinity = kDType == kBFloat16 ? 0x7F80 : 0x7C00;
+  const uint32_t low = std::max(a & 0xFFFF, b & 0xFFFF);
+  const uint32_t high = std::max(a >> 16, b >> 16);
+  return (low <= infinity ? low : 0x7FFF) | (high <= infinity ? high : 0x7FFF) << 16;
+}
+
+// As far off as it may be, in a direction that depends on the value.
+inline float ApproximateReciprocal(float value) {
+  return FloatFromBits(BitsFromFloat(1.0f / value) + BitsFromFloat(value) % 3 - 1);
 }
 
 // mma.sync.m16n8k16: lane l = 4 * group + place has rows `group` and `group + 8` of A, column
@@ -336,16 +370,9 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline int __float2int_rn(float a) { return static_cast<int>(std::lrint(a)); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
-  const uint64_t bytes = uint64_t{b} << 32 | a;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t pick = selector >> 4 * i & 15;
-    const uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
-    const uint32_t sign = (byte & 128) != 0 ? 255 : 0;
-    result |= ((pick & 8) != 0 ? sign : byte) << 8 * i;
-  }
-  return result;
+  return nf4tensor::emulator::PermuteBytes(a, b, selector & 0x7777u);
 }
