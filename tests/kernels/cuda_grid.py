@@ -1,8 +1,9 @@
 """Compile and run the programs cuda_grid_<op>.cpp: CUDA kernels on the host, under sanitizers.
 
 Each is csrc/cuda/<op>.cu on the emulator of emulation/cuda_emulator.h, beside the CPU's scalar
-kernels, which it compares it with. It takes the seed of the order of threads as an argument,
-prints `<op>: <number> comparisons`, and ends with 1 at the first difference. No torch here.
+kernels, which it compares it with. Its arguments are a stride, of the widths that it tries, and a
+seed of the order of threads; it prints `<op>: <number> comparisons`, and ends with 1 at the first
+difference. No torch here.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,10 @@ def ops() -> list[str]:
     return sorted(path.stem.removeprefix("cuda_grid_") for path in HERE.glob("cuda_grid_*.cpp"))
 
 
-def build(op: str, folder: Path, kernels: Path | None = None) -> Path:
-    """Build the program of an op, of other kernels than its own if they are given."""
+def build(op: str, folder: Path) -> Path:
+    """Build the program of an op."""
     sources = (
-        kernels or ROOT / f"csrc/cuda/{op}.cu",
+        ROOT / f"csrc/cuda/{op}.cu",
         HERE / f"cuda_grid_{op}.cpp",
         ROOT / "csrc/cpu/scalar.cpp",
     )
