@@ -8,9 +8,10 @@ import numpy as np
 from tests.kernels.ptx.opcodes import Elementwise, Opcode, elementwise
 from tests.kernels.ptx.parse import PtxError
 from tests.kernels.ptx.registers import DTYPES, canonical
-from tests.kernels.ptx.rounding import fused_multiply_add
+from tests.kernels.ptx.rounding import from_bfloat16, fused_multiply_add, to_bfloat16
 
 FLOATS = ("f32", "f64")
+HALVES = ("f16x2", "bf16x2")
 
 
 def _bits(kind: str) -> int:
@@ -99,21 +100,42 @@ def _divide_signed(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 @elementwise("sqrt", "rcp")
 def _root(opcode: Opcode) -> Elementwise:
     kind = opcode.type()
+    if opcode.name == "rcp" and kind == "f32" and opcode.take("approx"):
+        return _rounded(approximate_reciprocal(bool(opcode.take("ftz")))), [kind], [kind]
     opcode.need("rn")
-    function = np.sqrt if opcode.name == "sqrt" else lambda x: x.dtype.type(1) / x
+    function = np.sqrt if opcode.name == "sqrt" else np.reciprocal
     return _rounded(function), [kind], [kind]
+
+
+def approximate_reciprocal(flushes: bool) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a reciprocal as far off as the manual lets it be: one unit in the last place.
+
+    In which direction depends on the value, so that no kernel can count on one.
+    """
+
+    def flush(values: np.ndarray) -> np.ndarray:
+        is_small = np.abs(values) < np.finfo(np.float32).tiny
+        return np.where(is_small & flushes, np.copysign(np.float32(0), values), values)
+
+    def reciprocal(value: np.ndarray) -> np.ndarray:
+        value = flush(value)
+        exact = np.reciprocal(value)
+        off = np.where(np.isfinite(exact) & (exact != 0), value.view(np.uint32) % 3, 1)
+        return flush((exact.view(np.uint32) + off.astype(np.uint32) - 1).view(np.float32))
+
+    return reciprocal
 
 
 @elementwise("min", "max")
 def _extreme(opcode: Opcode) -> Elementwise:
     kind = opcode.type()
     is_max = opcode.name == "max"
-    if kind not in FLOATS:
+    if DTYPES[kind].kind in "iu" and kind not in HALVES:
         return (np.maximum if is_max else np.minimum), [kind, kind], [kind]
     keeps_nan = bool(opcode.take("NaN"))
-    integer = DTYPES[f"u{_bits(kind)}"]
 
     def extreme(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        integer = f"u{x.itemsize}"
         if keeps_nan:
             values = (np.maximum if is_max else np.minimum)(x, y)
         else:
@@ -123,7 +145,23 @@ def _extreme(opcode: Opcode) -> Elementwise:
         zeros = merge(x.view(integer), y.view(integer)).view(x.dtype)
         return canonical(np.where((x == 0) & (y == 0), zeros, values))
 
-    return extreme, [kind, kind], [kind]
+    return _by_halves(extreme, kind) if kind in HALVES else extreme, [kind, kind], [kind]
+
+
+def _by_halves(function: Callable[..., np.ndarray], kind: str) -> Callable[..., np.ndarray]:
+    """Return what does to both halves of words what a function does to floats."""
+    is_bfloat16 = kind == "bf16x2"
+
+    def halves(word: np.ndarray) -> np.ndarray:
+        bits = np.ascontiguousarray(word).view(np.uint16)
+        return from_bfloat16(bits) if is_bfloat16 else bits.view(np.float16)
+
+    def apply(*words: np.ndarray) -> np.ndarray:
+        result = function(*(halves(word) for word in np.broadcast_arrays(*words)))
+        bits = to_bfloat16(result) if is_bfloat16 else result.view(np.uint16)
+        return bits.view(np.uint32)
+
+    return apply
 
 
 @elementwise("abs", "neg")

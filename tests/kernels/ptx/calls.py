@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from nf4tensor.format.spec import NF4Spec
+from tests.kernels.machine_code import ARCHITECTURES
 from tests.kernels.native_grid import ROOT
 from tests.kernels.ptx.execute import Execution, Launch
 from tests.kernels.ptx.launches import Recorder, compile_ptx
@@ -96,10 +98,16 @@ class Calls:
         return Call(launches, places, row_bytes, "out")
 
     def quantize(
-        self, num_rows: int, spec: NF4Spec, dtype: torch.dtype, skew: int, keep_phase: bool
+        self,
+        num_rows: int,
+        spec: NF4Spec,
+        dtype: torch.dtype,
+        skew: int = 0,
+        keep_phase: bool = False,
+        record: int = _RECORD,
     ) -> Call:
         """Encode `weight` [rows, in_features], off a page, to records [rows, pitch]."""
-        places = {"record": _RECORD, "weight": _PLACES["weight"] + skew}
+        places = {"record": record, "weight": _PLACES["weight"] + skew}
         launches = self.recorder.record(
             *("RecordQuantize", self.capability, spec, DTYPES.index(dtype), c_int64(num_rows)),
             *(c_uint64(places["weight"]), int(keep_phase), c_uint64(places["record"])),
@@ -108,11 +116,16 @@ class Calls:
         return Call(launches, places, row_bytes, "record")
 
     def linear(
-        self, num_rows: int, spec: NF4Spec, dtype: torch.dtype, num_inputs: int, has_bias: bool
+        self,
+        num_rows: int,
+        spec: NF4Spec,
+        dtype: torch.dtype,
+        num_inputs: int = 1,
+        has_bias: bool = False,
     ) -> Call:
         """Multiply `inputs` [num_inputs, in_features] with records [rows, pitch]."""
         names = ("inputs", "bias", "out") if has_bias else ("inputs", "out")
-        places = {"record": _RECORD, **{name: _PLACES[name] for name in names}}
+        places = {name: _PLACES[name] for name in ("record", *names)}
         order = (places.get(name, 0) for name in ("record", "inputs", "bias", "out"))
         launches = self.recorder.record(
             *("RecordLinear", self.capability, spec, DTYPES.index(dtype)),
@@ -141,3 +154,23 @@ def _read_back(memory: Memory, call: Call, tensors: dict[str, Tensor]) -> None:
 def _bytes_of(tensor: Tensor) -> np.ndarray:
     assert tensor.is_contiguous()
     return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def garbage(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """What an output holds before it is written: numbers, as any NaN is as good as another."""
+    return torch.full((*shape, dtype.itemsize), 0xA5, dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+def kernels_of(op: str, *fast: int) -> pytest.MarkDecorator:
+    """Give a test an op's kernels for each architecture in turn; all but some of them are slow."""
+    params = [
+        pytest.param((op, x), id=f"sm_{x}", marks=() if x in fast else pytest.mark.slow)
+        for x in ARCHITECTURES
+    ]
+    return pytest.mark.parametrize("calls", params, indirect=True)
+
+
+# The sources only ask for sm_100 and later: there they load and store 32 bytes at once.
+dequantize_kernels = kernels_of("dequantize", 90, 100)
+quantize_kernels = kernels_of("quantize", 90)
+linear_kernels = kernels_of("linear", 90)

@@ -1,6 +1,6 @@
 // Which kernels the launch functions of csrc/cuda start, with what: the emulator records their
 // launches instead of running them, so device pointers may be any numbers. For launches.py, which
-// compiles this file as a library together with csrc/cuda/*.cu and names those that there are.
+// compiles this file as a library together with csrc/cuda/*.cu.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -51,8 +51,9 @@ uint8_t* AtMutable(uint64_t address) { return reinterpret_cast<uint8_t*>(address
 
 extern "C" {
 
-#ifdef NF4TENSOR_DEQUANTIZE
-void TuneDequantize(int mapping, int64_t max_blocks) {
+// What grids depend on: the processors of the device, and how dequantize is tuned.
+void Configure(int num_processors, int mapping, int64_t max_blocks) {
+  emulator::state.num_processors = num_processors;
   cuda::SetDequantizeTuning({static_cast<cuda::Mapping>(mapping), max_blocks});
 }
 
@@ -63,9 +64,7 @@ const char* RecordDequantize(int compute_capability, const RecordSpec* spec, int
                            nullptr);
   });
 }
-#endif
 
-#ifdef NF4TENSOR_QUANTIZE
 const char* RecordQuantize(int compute_capability, const RecordSpec* spec, int dtype,
                            int64_t num_rows, uint64_t weight, int keep_phase, uint64_t record) {
   return Record(compute_capability, [=] {
@@ -73,9 +72,7 @@ const char* RecordQuantize(int compute_capability, const RecordSpec* spec, int d
                          AtMutable(record), nullptr);
   });
 }
-#endif
 
-#ifdef NF4TENSOR_LINEAR
 // Nothing where the kernel does not take the call.
 const char* RecordLinear(int compute_capability, const RecordSpec* spec, int dtype,
                          int64_t num_rows, int64_t num_inputs, const uint64_t* pointers) {
@@ -86,5 +83,4 @@ const char* RecordLinear(int compute_capability, const RecordSpec* spec, int dty
     if (cuda::CanFuse(call)) cuda::LaunchLinear(call, nullptr);
   });
 }
-#endif
 }

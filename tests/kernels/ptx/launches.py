@@ -21,7 +21,7 @@ from tests.kernels.ptx.execute import Launch
 from tests.kernels.ptx.parse import Module
 
 # Kernels are compiled too, if only for their addresses.
-LIBRARY = Toolchain(flags=("-O1", "-shared"))
+LIBRARY = Toolchain(flags=("-O0", "-shared"))
 
 needs_nvcc = pytest.mark.skipif(
     machine_code.find_nvcc() is None, reason="no nvcc (CUDA toolkit 13)"
@@ -58,24 +58,25 @@ class Recorder:
     """The launch functions, in a library that records what they launch."""
 
     def __init__(self, folder: Path):
-        ops = machine_code.ops()
-        sources = [ROOT / f"csrc/cuda/{op}.cu" for op in ops]
+        kernels = [ROOT / f"csrc/cuda/{op}.cu" for op in machine_code.ops()]
         flags = (*cuda_grid.FLAGS, "-x", "c++")
         with ThreadPoolExecutor(2) as pool:
             objects = [
-                pool.submit(LIBRARY.compile, source, ops, folder, *flags)
-                for source in (*sources, Path(__file__).with_suffix(".cpp"))
+                pool.submit(LIBRARY.compile, source, (), folder, *flags)
+                for source in (*kernels, Path(__file__).with_suffix(".cpp"))
             ]
         path = LIBRARY.link([future.result() for future in objects], folder / "launches.so")
         self._library = ctypes.CDLL(str(path))
 
     @contextmanager
-    def tuned_dequantize(self, mapping: int, max_blocks: int) -> Iterator[None]:
-        """Choose a mapping of kernels.h and a largest grid for a while; 0 is the default."""
-        tune = self._library["TuneDequantize"]
-        tune(mapping, ctypes.c_int64(max_blocks))
+    def configured(
+        self, num_processors: int = 132, mapping: int = 0, max_blocks: int = 0
+    ) -> Iterator[None]:
+        """Choose, for a while, the size of the device and a tuning of dequantize (kernels.h)."""
+        configure = self._library["Configure"]
+        configure(num_processors, mapping, ctypes.c_int64(max_blocks))
         yield
-        tune(0, ctypes.c_int64(0))
+        configure(132, 0, ctypes.c_int64(0))
 
     def record(self, function: str, capability: int, spec: NF4Spec, *arguments) -> list[Launch]:
         """Return what a function of launches.cpp launches on a device of some capability.

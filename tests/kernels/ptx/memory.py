@@ -32,11 +32,17 @@ def load(array: np.ndarray, offsets: np.ndarray, dtype: np.dtype, count: int) ->
 
 
 def store(array: np.ndarray, offsets: np.ndarray, values: list[np.ndarray]) -> None:
-    """Write consecutive elements to each aligned offset, given as `load` returns them."""
+    """Write consecutive elements to each aligned offset, given as `load` returns them.
+
+    Raises:
+        PtxError: Two threads write different values to the same place.
+    """
     elements = array.view(values[0].dtype)
     first = offsets // values[0].itemsize
     for i, value in enumerate(values):
         elements[first + i] = value
+        if (elements[first + i] != value).any():
+            raise PtxError("threads write different values to the same place at once")
 
 
 @dataclass(frozen=True)
@@ -146,8 +152,6 @@ class Shared:
         if writes:
             self._check(threads, places, self._read, self._reader)
             self._written[places], self._writer[places] = time, threads
-            if (self._writer[places] != threads).any():
-                raise PtxError("two threads write the same byte of shared memory at once")
             return
         if (self._written[places] == _NEVER).any():
             raise PtxError("a read of shared memory that nobody wrote")

@@ -83,6 +83,10 @@ class Kernel:
     shared: Frame = field(default_factory=Frame)
     local: Frame = field(default_factory=Frame)
 
+    def mentions(self, name: str) -> bool:
+        """Say whether an operand has a name in it."""
+        return any(name in operand for what in self.code for operand in what.operands)
+
 
 class Module:
     """A module: its kernels by name, and its constant and global variables."""
@@ -101,12 +105,17 @@ class Module:
             self.kernels[kernel.name] = kernel
             end += 1
         outside.append(text[end:])
-        self.variables = [
+        variables = [
             _read_variable(statement["text"].strip())
             for part in outside
             for statement in _statements(part)
-            if re.match(r"\s*\.(const|global)\b", statement["text"] or "")
+            if re.match(r"\s*\.(const|global|shared)\b", statement["text"] or "")
         ]
+        self.variables = [v for v in variables if v.space != "shared"]
+        for variable in (v for v in variables if v.space == "shared"):
+            for kernel in self.kernels.values():
+                if kernel.mentions(variable.name):
+                    kernel.shared.add(variable.name, variable.align, len(variable.content))
 
 
 def _closing_brace(text: str, opening: int) -> int:
