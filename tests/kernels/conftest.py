@@ -1,5 +1,8 @@
-"""What the compiled kernels are run with, for the tests that ask for it."""
+"""What the kernels are run with, for the tests that ask for it."""
 
+import os
+
+import numpy as np
 import pytest
 import torch
 
@@ -22,3 +25,11 @@ def threads(request: pytest.FixtureRequest):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def triton_interpreter():
+    """Triton's interpreter; numpy, which computes in it, warns of what the kernels mean to do."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton.py runs this in its own process"
+    with np.errstate(all="ignore"):
+        yield
