@@ -15,21 +15,6 @@ int64_t Product(const Sizes& sizes) {
   return product;
 }
 
-// The leading sizes of a product, by torch's rules of broadcasting.
-Sizes Broadcast(const Sizes& a, const Sizes& b) {
-  Sizes sizes(std::max(a.size(), b.size()));
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const int64_t left = i < a.size() ? a[a.size() - 1 - i] : 1;
-    const int64_t right = i < b.size() ? b[b.size() - 1 - i] : 1;
-    if (left != right && left != 1 && right != 1) {
-      Refuse("input and record have leading sizes ", left, " and ", right,
-             " that do not broadcast");
-    }
-    sizes[sizes.size() - 1 - i] = left == 1 ? right : left;
-  }
-  return sizes;
-}
-
 // Where the matrix of a stack lies that an index into the broadcast leading sizes `all` stands for,
 // in elements. A stack may be expanded or strided; its matrices are contiguous.
 int64_t MatrixOffset(const Tensor& stack, const Sizes& lead, const Sizes& all, int64_t index) {

@@ -42,14 +42,21 @@ Stream CurrentStream(int32_t index) {
 
 #endif
 
-// Checks all that a product needs beyond the last dimension of its input. Returns the leading sizes
-// of the record: those of a stack, and the rows.
+// Checks the operands of a product with W.T, or with W. Returns the leading
+// sizes of the record: those of a stack, and the rows.
 std::vector<int64_t> CheckedProduct(const Backend& backend, const Tensor& input,
-                                    const Tensor& record, const RecordSpec& spec) {
-  std::vector<int64_t> lead = CheckedLead(record, "record", spec.pitch(), backend.device());
+                                    const Tensor& record, const RecordSpec& spec,
+                                    bool is_transposed) {
+  const std::vector<int64_t> lead = CheckedLead(record, "record", spec.pitch(), backend.device());
   CheckRecordDtype(record);
   CheckFloatDtype(input.dtype(), "input");
   if (lead.empty()) Refuse("record has one dimension, expected two or more");
+  const int64_t num_from = is_transposed ? spec.in_features : lead.back();
+  std::vector<int64_t> input_lead = CheckedLead(input, "input", num_from, backend.device());
+  if (lead.size() > 1) {
+    if (!input_lead.empty()) input_lead.pop_back();
+    Broadcast(input_lead, {lead.begin(), lead.end() - 1});
+  }
   return lead;
 }
 
@@ -89,8 +96,8 @@ Backend::~Backend() {
 Tensor Backend::Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
                        const Tensor* bias) {
   const Backend backend(record, "record");
-  const std::vector<int64_t> lead = CheckedProduct(backend, input, record, spec);
-  std::vector<int64_t> sizes = CheckedLead(input, "input", spec.in_features, backend.device());
+  const std::vector<int64_t> lead =
+      CheckedProduct(backend, input, record, spec, /*is_transposed=*/true);
   const int64_t num_rows = lead.back();
   if (bias != nullptr) CheckBias(*bias, num_rows, input, backend.device());
 
@@ -99,7 +106,8 @@ Tensor Backend::Linear(const Tensor& input, const Tensor& record, const RecordSp
   if (lead.size() == 1 && num_inputs > 0 && num_rows > 0 && num_inputs <= most &&
       input.is_contiguous() && record.is_contiguous() &&
       (bias == nullptr || bias->is_contiguous())) {
-    sizes.push_back(num_rows);
+    std::vector<int64_t> sizes = input.sizes();
+    sizes.back() = num_rows;
     Tensor output = input.NewEmpty(sizes, input.dtype());
     const LinearCall call{spec,
                           DTypeOf(input.dtype()),
@@ -120,8 +128,7 @@ Tensor Backend::Linear(const Tensor& input, const Tensor& record, const RecordSp
 
 Tensor Backend::Matmul(const Tensor& input, const Tensor& record, const RecordSpec& spec) {
   const Backend backend(record, "record");
-  const std::vector<int64_t> lead = CheckedProduct(backend, input, record, spec);
-  CheckedLead(input, "input", lead.back(), backend.device());
+  CheckedProduct(backend, input, record, spec, /*is_transposed=*/false);
   const NoGrad no_grad;
   Tensor weight = nf4tensor::Dequantize<Backend>(record, spec, input.dtype());
   return Call("aten::matmul", "", {input.Alias().Release(), weight.Release()});

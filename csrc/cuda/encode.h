@@ -39,57 +39,82 @@ __device__ __forceinline__ float BringIntoRange(float absmax, float (&weights)[k
   return __fmul_rn(absmax, factor);
 }
 
-// A curve n * (kSlope - kBend * |n|) + kStart through the thresholds, within 1/2 of the number of
-// each: so the integer k that is nearest to the curve at a weight is how many thresholds are below
-// it, or one less, and a comparison with threshold k tells which. FP4 has a sign and a magnitude,
-// and the thresholds are those of the magnitude.
+// The rank of a weight is the number of thresholds below it. A curve n * (kSlope - kBend * |n|)
+// comes within 1/2 of the rank of each threshold: so the integer k that is nearest to it is the
+// rank, or one less, and a comparison with threshold k tells which. FP4, whose thresholds are those
+// of magnitudes on both sides of zero, has two of them so close there that its curve jumps by 1.
 template <QuantType kQuantType>
 struct Curve;
+constexpr int kCurveStart = 7;
 
 template <>
 struct Curve<QuantType::kNf4> {
   static constexpr float kSlope = 11.9375f;
   static constexpr float kBend = 4.5f;
-  static constexpr int kStart = 7;
-  static constexpr auto kThresholds = kNf4Thresholds;
+  static constexpr int kJump = 0;
 };
 
 template <>
 struct Curve<QuantType::kFp4> {
   static constexpr float kSlope = 11.25f;
   static constexpr float kBend = 4.75f;
-  static constexpr int kStart = 0;
-  static constexpr auto kThresholds = kFp4Thresholds;
+  static constexpr int kJump = 1;
 };
 
-template <typename ThisCurve>
-constexpr bool IsNearThresholds() {
-  int i = 0;
-  for (const float t : ThisCurve::kThresholds.values) {
+constexpr float NextAbove(float value) {
+  float step = value;
+  while (value + step / 2.0f > value) step /= 2.0f;
+  return value + step;
+}
+
+// Threshold k for lanes k and k + 16 of a warp, and one that no weight comes to where there is
+// none.
+template <QuantType kQuantType>
+constexpr Table<float, kNumCodes> MakeThresholdsByRank() {
+  Table<float, kNumCodes> thresholds{};
+  for (int i = 0; i < kNumCodes; ++i) {
+    if constexpr (kQuantType == QuantType::kNf4) {
+      thresholds.values[i] = i < kNumCodes - 1 ? kNf4Thresholds[i] : 2.0f;
+    } else {
+      // Ranks count from 1. A weight is not beyond a negative threshold if it is that number.
+      const int place = i < 8 ? 7 - i : i - 8;
+      const float magnitude = place < kNumFp4Magnitudes - 1 ? kFp4Thresholds[place] : 2.0f;
+      thresholds.values[i] = i < 8 ? -NextAbove(magnitude) : magnitude;
+    }
+  }
+  return thresholds;
+}
+template <QuantType kQuantType>
+__device__ constexpr auto kThresholdsByRank = MakeThresholdsByRank<kQuantType>();
+
+template <QuantType kQuantType>
+constexpr bool IsCurveNear() {
+  using ThisCurve = Curve<kQuantType>;
+  constexpr auto kThresholds = MakeThresholdsByRank<kQuantType>();
+  for (int rank = 0; rank < kNumCodes; ++rank) {
+    const float t = kThresholds[rank];
+    if (t < -1.0f || t > 1.0f) continue;
+    const int start = kCurveStart + (t < 0.0f ? 0 : ThisCurve::kJump);
     const float place = t * (ThisCurve::kSlope - ThisCurve::kBend * (t < 0.0f ? -t : t));
-    const float distance = place + static_cast<float>(ThisCurve::kStart - i++);
+    const float distance = place + static_cast<float>(start - rank);
     if (distance > 0.48f || distance < -0.48f) return false;
   }
   return 2.0f * ThisCurve::kBend < ThisCurve::kSlope;  // it rises all the way from -1 to 1
 }
-static_assert(IsNearThresholds<Curve<QuantType::kNf4>>());
-static_assert(IsNearThresholds<Curve<QuantType::kFp4>>());
+static_assert(IsCurveNear<QuantType::kNf4>());
+static_assert(IsCurveNear<QuantType::kFp4>());
 
-// Threshold k for lanes k and k + 16 of a warp, and one above all weights where there is none.
-template <QuantType kQuantType>
-constexpr Table<float, kNumCodes> MakeLaneThresholds() {
-  Table<float, kNumCodes> thresholds{};
-  for (float& threshold : thresholds.values) threshold = 2.0f;
-  int i = 0;
-  for (const float t : Curve<kQuantType>::kThresholds.values) thresholds.values[i++] = t;
-  return thresholds;
+// kFp4Codes and a sign of ranks from 1 to 15, in all nibbles.
+__device__ __forceinline__ uint32_t Fp4CodesOfRanks(uint32_t ranks) {
+  const uint32_t signs = ~ranks & 0x88888888u;
+  const uint32_t negated = signs - (signs >> 3);
+  const uint32_t magnitudes = ((ranks & 0x77777777u) ^ negated) + (signs >> 3);
+  return magnitudes ^ (magnitudes & 0x22222222u) << 1 ^ signs;
 }
-template <QuantType kQuantType>
-__device__ constexpr auto kLaneThresholds = MakeLaneThresholds<kQuantType>();
 
 template <QuantType kQuantType>
 __device__ __forceinline__ float LaneThreshold() {
-  return __ldg(kLaneThresholds<kQuantType>.values + threadIdx.x % kNumCodes);
+  return __ldg(kThresholdsByRank<kQuantType>.values + threadIdx.x % kNumCodes);
 }
 
 // The codes of eight weights, as a record has them, of a block whose absmax is neither zero nor
@@ -98,28 +123,22 @@ template <QuantType kQuantType>
 __device__ __forceinline__ uint32_t EncodeWord(const float* weights, const Reciprocal& reciprocal,
                                                float lane_threshold) {
   using ThisCurve = Curve<kQuantType>;
-  constexpr bool kHasSign = kQuantType == QuantType::kFp4;
-  // A number that 1.5 * 2^23 is added to is rounded to an integer, in the low bits of the sum.
-  constexpr float kRounder = 12582912.0f;
+  // 1.5 * 2^23: a number that is added to it is rounded to an integer, in the low bits of the sum.
   constexpr uint32_t kRounderBits = 0x4B400000u;
-  uint32_t codes = 0;
+  uint32_t ranks = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float normalized = Normalize(weights[i], reciprocal);
-    const float value = kHasSign ? fabsf(normalized) : normalized;
-    const float slope = __fmaf_rn(-ThisCurve::kBend, fabsf(normalized), ThisCurve::kSlope);
-    const float place = __fmaf_rn(slope, value, kRounder + ThisCurve::kStart);
-    const float threshold = __shfl_sync(kAllLanes, lane_threshold, BitsFromFloat(place));
-    const uint32_t is_above = BitsFromFloat(__fsub_rn(threshold, value)) >> 31;
-    codes = 16 * codes + BitsFromFloat(place) + is_above;
-    if constexpr (kHasSign) codes += BitsFromFloat(normalized) >> 28 & kFp4SignBit;
+    const float n = Normalize(weights[i], reciprocal);
+    uint32_t start = kRounderBits + kCurveStart + ThisCurve::kJump;
+    if constexpr (ThisCurve::kJump != 0) start -= BitsFromFloat(n) >> 31;
+    const float slope = __fmaf_rn(-ThisCurve::kBend, fabsf(n), ThisCurve::kSlope);
+    const uint32_t place = BitsFromFloat(__fmaf_rn(slope, n, FloatFromBits(start)));
+    const float threshold = __shfl_sync(kAllLanes, lane_threshold, place);
+    const uint32_t is_above = BitsFromFloat(__fsub_rn(threshold, n)) >> 31;
+    ranks = 16 * ranks + place + is_above;
   }
-  codes -= kRounderBits * 0x11111111u;
-  if constexpr (kHasSign) {
-    // kFp4Codes of each nibble, and no sign for zero.
-    const uint32_t nonzero = (codes | codes >> 1 | codes >> 2) & 0x11111111u;
-    codes = (codes ^ (codes & 0x22222222u) << 1) & (0x77777777u | nonzero << 3);
-  }
+  ranks -= kRounderBits * 0x11111111u;
+  const uint32_t codes = kQuantType == QuantType::kNf4 ? ranks : Fp4CodesOfRanks(ranks);
   return __byte_perm(codes, 0, 0x0123);  // the first weight's code is the highest nibble so far
 }
 

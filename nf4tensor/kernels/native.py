@@ -15,7 +15,6 @@ import torch
 
 from nf4tensor.errors import NF4TensorError
 
-
 MAPPINGS = ("direct", "pair", "staged")
 
 
@@ -111,8 +110,8 @@ def fuse_linear(max_inputs: int | None) -> None:
 
 def _cuda_library() -> ctypes.CDLL:
     library = _load().handle
-    reason = cuda_unavailable_because()
-    assert library is not None and reason is None, f"no compiled CUDA kernels: {reason}"
+    assert library is not None
+    assert cuda_unavailable_because() is None, cuda_unavailable_because()
     return library
 
 

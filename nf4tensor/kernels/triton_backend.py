@@ -1,30 +1,23 @@
 """The Triton kernels as `select.py` calls them, for GPUs that the compiled library has none for.
 
-Triton is imported by the first call, never with the package. Arguments are checked by the caller;
-whatever is not contiguous is copied here.
+Triton is imported by the first call, never with the package. The caller has checked arguments;
+what is not contiguous is copied here.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nf4tensor.format.spec import NF4Spec
+from nf4tensor.kernels.reference import multiply
 
 
 def unavailable_because() -> str | None:
-    """Return why the kernels cannot be used, or None when they can."""
+    """Return why the kernels cannot be used, or None when they can; imports nothing."""
     if find_spec("triton") is None:
-        return "triton is not installed (pip install 'nf4tensor[triton]')"
-    import triton.language
-
-    if not hasattr(triton.language, "gather"):
-        return f"triton {triton.__version__} has no tl.gather: install 3.2 or newer"
+        return "triton is not installed: pip install 'nf4tensor[triton]'"
     return None
 
 
@@ -49,21 +42,15 @@ def dequantize_into(record: Tensor, spec: NF4Spec, out: Tensor) -> None:
 def linear(input: Tensor, record: Tensor, spec: NF4Spec, bias: Tensor | None = None) -> Tensor:
     """Return `input @ W.T + bias`, W decoded to the input's dtype; stacks of W broadcast.
 
-    Few inputs are multiplied as the weight is decoded; for more, the decoded weight goes to
-    torch's own product.
+    Few inputs are multiplied while W is decoded; for more, W is decoded first and torch multiplies.
     """
     from nf4tensor.kernels import triton_linear
 
     if triton_linear.can_fuse(input, record, spec):
+        bias = None if bias is None else bias.contiguous()
         with _on_device_of(record):
-            return triton_linear.linear(
-                input.contiguous(), record.contiguous(), spec, None if bias is None else bias.contiguous()
-            )
-    weight = dequantize(record, spec, input.dtype)
-    if weight.dim() == 2:
-        return F.linear(input, weight, bias)
-    output = input @ weight.mT
-    return output if bias is None else output + bias
+            return triton_linear.linear(input.contiguous(), record.contiguous(), spec, bias)
+    return multiply(input, dequantize(record, spec, input.dtype), bias)
 
 
 def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

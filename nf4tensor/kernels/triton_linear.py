@@ -1,8 +1,8 @@
 """Products of a record with few inputs in Triton, without a decoded weight in memory.
 
-A program multiplies 16 rows of the weight with all inputs. Its warps share the columns: in each
-step, every one of 8 slices decodes a group of each row and adds the products to sums of its own.
-Called through `triton_backend.py`.
+A program multiplies 16 rows of the weight with all inputs. In each step every one of 8 slices
+decodes a group of each row (see `triton_record.py`) and multiplies it into sums of its own, on
+matrix units. Called through `triton_backend.py`.
 """
 
 import torch
@@ -22,20 +22,21 @@ from nf4tensor.kernels.triton_record import (
     with_one_nan,
 )
 
-# Counted, not measured: there was no GPU. A fused weight costs 12 instructions and half a byte,
-# and 4 bytes of inputs out of the L2 at 32 of them; decoding it first and reading it again costs
-# 6.5 bytes of memory. bitsandbytes measured where its own kernel stops to pay: 32 inputs on B200,
-# 64 on H100, 128 and more elsewhere.
+# Counted, never measured: no GPU was at hand. A fused weight costs 9 to 12 instructions, half a
+# byte of memory and, with 32 inputs, 4 bytes out of the L2; one that is decoded first costs 6.5
+# instructions and 6.5 bytes of memory. More inputs would cost registers and L2 first.
+# bitsandbytes measured for its own kernels: they win up to 32 inputs on B200, 64 on H100, 128 on
+# A100.
 MAX_INPUTS = 32
-# Columns of one step fit in 32 bits with room to spare.
+# So that columns are 32-bit numbers.
 MAX_IN_FEATURES = 1 << 30
 ROWS = 16
 SLICES = 8
-NUM_WARPS = 8
+NUM_WARPS = 4
 
 
 def can_fuse(input: Tensor, record: Tensor, spec: NF4Spec) -> bool:
-    """Tell whether the kernel takes a product; float32 has no matrix units that keep its bits."""
+    """Tell whether the kernel takes a product; float32 would become TF32 on matrix units."""
     return (
         input.dtype in (torch.bfloat16, torch.float16)
         and record.dim() == 2
@@ -45,12 +46,12 @@ def can_fuse(input: Tensor, record: Tensor, spec: NF4Spec) -> bool:
 
 
 def linear(input: Tensor, record: Tensor, spec: NF4Spec, bias: Tensor | None) -> Tensor:
-    """Return `input @ W.T + bias` for a contiguous input `[*, in_features]` and record."""
+    """Return `input @ W.T + bias` of contiguous `[*, in_features]`, `[rows, pitch]`, `[rows]`."""
     num_rows, num_inputs = record.shape[0], input.numel() // spec.in_features
     output = input.new_empty(*input.shape[:-1], num_rows)
     if output.numel() == 0:
         return output
-    linear_kernel[(ceil_div(num_rows, ROWS),)](
+    _linear_kernel[(ceil_div(num_rows, ROWS),)](
         input,
         record,
         bias,
@@ -64,24 +65,29 @@ def linear(input: Tensor, record: Tensor, spec: NF4Spec, bias: Tensor | None) ->
         ROWS=ROWS,
         SLICES=SLICES,
         ALIGNED=triton_record.is_aligned(record),
-        # The interpreter, which alone runs on the CPU, multiplies bfloat16 as integers.
+        # The interpreter, which alone runs on the CPU, multiplies the bits of bfloat16.
         WIDEN=input.device.type == "cpu",
         num_warps=NUM_WARPS,
+        num_stages=2,
         **triton_record.OPTIONS,
     )
     return output
 
 
 @triton.jit
-def load_groups(record, row, group, lane, SPEC: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr):
-    """Load the codes of groups, [groups, 16]; behind the row's end, those of its last group."""
+def _load_codes(
+    record, row, group, lane, SPEC: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Load the codes of groups; behind the row's end, those of its last group."""
     in_row: tl.constexpr = (SPEC.in_features + GROUP - 1) // GROUP
-    group = tl.minimum(group, in_row - 1)
-    return load_codes(record + row * SPEC.pitch + group * (GROUP // 2), lane, GROUP, ALIGNED)
+    offset = row * SPEC.pitch + tl.minimum(group, in_row - 1) * (GROUP // 2)
+    return load_codes(record + offset, lane, GROUP, ALIGNED)
 
 
 @triton.jit
-def load_group_scales(record, row, group, dynamic_map, SPEC: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr):
+def _load_scales(
+    record, row, group, dynamic_map, SPEC: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Load the scales of groups; zero behind the row's end."""
     in_row: tl.constexpr = (SPEC.in_features + GROUP - 1) // GROUP
     block = tl.minimum(group, in_row - 1) // (SPEC.block_size // GROUP)
@@ -90,7 +96,7 @@ def load_group_scales(record, row, group, dynamic_map, SPEC: tl.constexpr, GROUP
 
 
 @triton.jit
-def linear_kernel(
+def _linear_kernel(
     input,
     record,
     bias,
@@ -113,40 +119,43 @@ def linear_kernel(
     in_row: tl.constexpr = (SPEC.in_features + GROUP - 1) // GROUP
     first_row = tl.program_id(0) * ROWS
 
-    # Rows and inputs that are not there are the last ones again, and not stored.
+    # Rows and inputs that are not there are the last ones again, which are not stored.
     element = tl.reshape(tl.arange(0, TILE * 16), [TILE, 16])
-    codes_row = tl.minimum(first_row + element // 16 % ROWS, num_rows - 1).to(tl.int64)
-    codes_slice, lane = element // (16 * ROWS), element % 16
+    code_row = tl.minimum(first_row + element // 16 % ROWS, num_rows - 1).to(tl.int64)
+    code_group, lane = element // (16 * ROWS), element % 16
     element = tl.arange(0, TILE)
-    row, part = tl.minimum(first_row + element % ROWS, num_rows - 1).to(tl.int64), element // ROWS
+    scale_row = tl.minimum(first_row + element % ROWS, num_rows - 1).to(tl.int64)
+    scale_group = element // ROWS
     place = tl.minimum(tl.arange(0, INPUTS), num_inputs - 1).to(tl.int64)
-    columns = (tl.arange(0, SLICES) * GROUP)[:, None, None] + tl.arange(0, GROUP)[None, :, None]
-    inputs = input + (place * SPEC.in_features)[None, None, :] + columns
+    column = (tl.arange(0, SLICES) * GROUP)[:, None, None] + tl.arange(0, GROUP)[None, :, None]
+    input += (place * SPEC.in_features)[None, None, :] + column
 
     sums = tl.zeros([SLICES, ROWS, INPUTS], tl.float32)
-    codes = load_groups(record, codes_row, codes_slice, lane, SPEC, GROUP, ALIGNED)
-    scale = load_group_scales(record, row, part, dynamic_map, SPEC, GROUP, ALIGNED)
-    for group in range(0, in_row, SLICES):
-        # A step ahead, so that the memory works while this step is decoded.
-        ahead = group + SLICES
-        next_codes = load_groups(record, codes_row, ahead + codes_slice, lane, SPEC, GROUP, ALIGNED)
-        next_scale = load_group_scales(record, row, ahead + part, dynamic_map, SPEC, GROUP, ALIGNED)
+    codes = _load_codes(record, code_row, code_group, lane, SPEC, GROUP, ALIGNED)
+    scale = _load_scales(record, scale_row, scale_group, dynamic_map, SPEC, GROUP, ALIGNED)
+    for first in range(0, in_row, SLICES):
+        # The next step's loads go first, so that the memory works while this one is decoded.
+        ahead = first + SLICES
+        next_codes = _load_codes(record, code_row, ahead + code_group, lane, SPEC, GROUP, ALIGNED)
+        next_scale = _load_scales(
+            record, scale_row, ahead + scale_group, dynamic_map, SPEC, GROUP, ALIGNED
+        )
         weights = look_up(scaled_levels(scale, levels, DTYPE), codes, GROUP, DTYPE)
         weights = tl.reshape(weights.to(DTYPE, bitcast=True), [SLICES, ROWS, GROUP])
         if SPEC.in_features % (SLICES * GROUP) == 0:
-            x = tl.load(inputs + group * GROUP)
+            x = tl.load(input + first * GROUP)
         else:
-            inside = columns < SPEC.in_features - group * GROUP
-            x = tl.load(inputs + group * GROUP, mask=inside, other=0.0)
+            inside = column < SPEC.in_features - first * GROUP
+            x = tl.load(input + first * GROUP, mask=inside, other=0.0)
             if SPEC.in_features % GROUP != 0:
+                # An infinite weight times nothing would be NaN.
                 weights = tl.where(tl.permute(inside, [0, 2, 1]), weights, 0.0)
         if WIDEN:
             weights, x = widened(weights), widened(x)
         sums = tl.dot(weights, x, sums)
         codes, scale = next_codes, next_scale
 
-    row = first_row + tl.arange(0, ROWS)
-    place = tl.arange(0, INPUTS)
+    row, place = first_row + tl.arange(0, ROWS), tl.arange(0, INPUTS)
     total = tl.sum(sums, 0)
     if bias is not None:
         total += widened(tl.load(bias + row, mask=row < num_rows, other=0.0))[:, None]

@@ -4,8 +4,8 @@ Only functions for the kernels of `triton_dequantize.py` and `triton_linear.py`,
 tensors that these are given. Every kernel decodes through here, so all have the same bits.
 
 Sixteen lanes decode a *group*, up to 64 weights of one block: each lane scales and rounds one
-level, then every code is a shuffle of these. Rounding is done in integers: it costs a quarter of
-what a conversion of each weight would, and is the same where conversions truncate or flush.
+level, then each weight is a shuffle of these. That costs a quarter of rounding every weight, so
+rounding is done in integers: the same wherever conversions truncate or flush subnormals.
 """
 
 from functools import cache
@@ -20,13 +20,15 @@ from nf4tensor.format.spec import NF4Spec, ceil_div
 
 LANES = 16
 MAX_GROUP = 64
-# No multiply-add: a scale is two roundings.
+# For every launch. No multiply-add: a scale is two roundings.
 OPTIONS = {"enable_fp_fusion": False}
 
 
 @cache
 def tables(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the 16 levels and the 256 entries of the 8-bit map as float32 on a device."""
+    # Tensors and not constants in the code: a lane loads its level once, while choosing one of 16
+    # constants is a select for each.
     return (
         torch.tensor(LEVELS[quant_type], dtype=torch.float32, device=device),
         torch.tensor(DYNAMIC_MAP, dtype=torch.float32, device=device),
@@ -34,7 +36,7 @@ def tables(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def group_of(spec: NF4Spec) -> int:
-    """Return the weights in a group; blocks are groups or hold several."""
+    """Return the weights in a group; a block is one group or several."""
     return min(spec.block_size, MAX_GROUP)
 
 
@@ -44,13 +46,13 @@ def num_groups_of(spec: NF4Spec) -> int:
 
 
 def is_aligned(record: Tensor) -> bool:
-    """Tell whether the numbers of a contiguous record lie at multiples of their sizes."""
+    """Tell whether the numbers in a contiguous record lie at multiples of their sizes."""
     return record.data_ptr() % 4 == 0
 
 
 @triton.jit
 def load_word(pointer, ALIGNED: tl.constexpr):
-    """Load four bytes, the first lowest, from each of some byte pointers: uint32."""
+    """Load four bytes as uint32, the first lowest, from each of some byte pointers."""
     if ALIGNED:
         word = tl.load(pointer.to(tl.pointer_type(tl.uint32)))
     else:
@@ -65,8 +67,7 @@ def load_scales(rows, block, dynamic_map, SPEC: tl.constexpr, ALIGNED: tl.conste
     """Return the float32 scales of blocks, each given by its row's pointer and its index."""
     scales = rows + SPEC.scales_offset_bytes
     if SPEC.scale_kind == "float32":
-        bits = load_word(scales + 4 * block, ALIGNED)
-        scale = bits.to(tl.float32, bitcast=True)
+        scale = load_word(scales + 4 * block, ALIGNED).to(tl.float32, bitcast=True)
     else:
         segments = rows + SPEC.segments_offset_bytes
         pairs = segments + 8
@@ -87,20 +88,20 @@ def load_scales(rows, block, dynamic_map, SPEC: tl.constexpr, ALIGNED: tl.conste
 
 @triton.jit
 def with_one_nan(x):
-    """Return float32 numbers with all NaN the same, for `round_bits`."""
+    """Return float32 numbers with one NaN in place of all, for `round_bits`."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(x != x, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_bits(x, DTYPE: tl.constexpr):
-    """Round float32 numbers, to nearest even, to DTYPE: their bits, at the top of uint32.
+    """Round float32 numbers to DTYPE, to nearest even: its bits are the highest of uint32.
 
-    A NaN must be one of those that float operations make, also from that of `with_one_nan`.
+    A NaN must be that of `with_one_nan`, or what an operation made of it.
     """
     bits = x.to(tl.uint32, bitcast=True)
     if DTYPE == tl.bfloat16:
-        # Nvidia's NaN is 7FFFFFFF, which would round up to -0.
+        # Nvidia's operations make 7FFFFFFF, which would round up to -0.
         bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFF7FFF).to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
     elif DTYPE == tl.float16:
@@ -108,7 +109,7 @@ def round_bits(x, DTYPE: tl.constexpr):
         # Infinity from 2^16 on, and the float16 NaN.
         capped = tl.where(magnitude > 0x7F800000, 0x47C00000, tl.minimum(magnitude, 0x47800000))
         normal = ((capped + 0xFFF + ((capped >> 13) & 1)) >> 13) - (112 << 10)
-        # Beside 0.5, a float32 has the steps of a subnormal float16.
+        # From 0.5 to 1, the steps of float32 are those of a subnormal float16.
         shifted = magnitude.to(tl.float32, bitcast=True) + 0.5
         subnormal = shifted.to(tl.uint32, bitcast=True) - 0x3F000000
         bits &= 0x80000000
@@ -130,16 +131,16 @@ def widened(x):
 
 @triton.jit
 def scaled_levels(scale, levels, DTYPE: tl.constexpr):
-    """Return the 16 weights that each group can have, as `round_bits`: [groups, 16]."""
+    """Return the 16 weights that each group can have, as `round_bits` does: [groups, 16]."""
     level = tl.load(levels + tl.arange(0, 16))
     return round_bits(scale[:, None] * level[None, :], DTYPE)
 
 
 @triton.jit
 def load_codes(codes, lane, GROUP: tl.constexpr, ALIGNED: tl.constexpr):
-    """Load the codes of each lane's weights, the first highest in each byte: int32 [groups, 16].
+    """Load the codes of each lane's weights as int32 [groups, 16], the first byte lowest.
 
-    `codes` points at the group of each element, in bytes, and `lane` is 0 to 15.
+    `codes` points at the bytes of each lane's group, `lane` is from 0 to 15.
     """
     if GROUP == 64:
         codes += 2 * lane
@@ -157,8 +158,9 @@ def load_codes(codes, lane, GROUP: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def look_up(table, codes, GROUP: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the bits of the weights in order, [groups, GROUP], as unsigned integers of DTYPE."""
+    """Return the bits of weights in their order, as unsigned integers [groups, GROUP]."""
     if GROUP == 64:
+        # Each join adds a dimension behind: [groups, 16, byte, nibble], the high nibble first.
         high = tl.join(tl.gather(table, (codes >> 4) & 15, 1), tl.gather(table, codes >> 12, 1))
         low = tl.join(tl.gather(table, codes & 15, 1), tl.gather(table, (codes >> 8) & 15, 1))
         weights = tl.join(high, low)

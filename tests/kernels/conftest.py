@@ -1,7 +1,9 @@
-"""What the compiled kernels are run with, for the tests that ask for it."""
+"""What the kernels are run with, for the tests that ask for it."""
 
+import os
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,3 +42,11 @@ def compiled_calls(tmp_path_factory: pytest.TempPathFactory):
 def calls(request: pytest.FixtureRequest, compiled_calls) -> Calls:
     """The kernels of an op and an architecture, which `kernels_of` of ptx/calls.py chooses."""
     return compiled_calls(*request.param)
+
+
+@pytest.fixture
+def triton_interpreter():
+    """Triton's interpreter; numpy, which computes in it, warns of what the kernels mean to do."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton.py runs this in its own process"
+    with np.errstate(all="ignore"):
+        yield

@@ -1,4 +1,6 @@
-"""Run tests of the ops with those of a CUDA device, on CPU tensors: `python -m` this and pytest's arguments.
+"""Run tests of the ops with those of a CUDA device, on CPU tensors.
+
+    python -m tests.kernels.emulated_cuda LIBRARY PYTEST_ARGUMENTS...
 
 The library is built of the real checks, launchers and kernels, which the emulator in
 emulation/cuda_emulator.h runs; it takes the place of the CPU's kernels in this process. For
@@ -32,7 +34,9 @@ def build(folder: Path) -> Path:
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, SOURCES))
     torch_cpu, library = str(folder / "libtorch_cpu.so"), str(folder / "emulated_cuda.so")
-    _call([COMPILER, "-shared", "-Wl,-soname,libtorch_cpu.so", "-xc++", "/dev/null", "-o", torch_cpu])
+    _call(
+        [COMPILER, "-shared", "-Wl,-soname,libtorch_cpu.so", "-xc++", "/dev/null", "-o", torch_cpu]
+    )
     _call([COMPILER, "-shared", *objects, "-Wl,--no-as-needed", torch_cpu, "-o", library])
     return Path(library)
 

@@ -61,14 +61,25 @@ namespace nf4tensor::emulator {
   std::abort();
 }
 
-inline constexpr size_t kStackBytes = 64 << 10;
+inline constexpr size_t kStackBytes = 32 << 10;  // an address sanitizer clears them at every switch
 inline constexpr unsigned kWarp = 32;
+
+struct Fiber;
+
+// All threads of [first, last) that have not ended have arrived at something as often as this one.
+struct Arrivals {
+  unsigned first = 0;
+  unsigned last = 0;
+  int Fiber::* arrivals = nullptr;
+  int count = 0;
+};
 
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(kStackBytes);
   void* fake_stack = nullptr;  // of the address sanitizer
   bool is_done = false;
+  Arrivals awaited;
   int warp_arrivals = 0;
   int block_arrivals = 0;
   int exchanges = 0;
@@ -76,7 +87,7 @@ struct Fiber {
 
 // What a thread gives to the others of its warp.
 struct Slot {
-  uint32_t words[8];
+  uint32_t words[12];
 };
 
 // A launch as the driver gets it.
@@ -97,7 +108,6 @@ struct State {
   unsigned num_blocks = 0;
   unsigned num_threads = 0;
   unsigned thread = 0;
-  bool has_moved = false;  // some thread got on since the last round began
   std::vector<Fiber> fibers;
   std::vector<Slot> slots[2];  // used in turn: nobody is two exchanges ahead of another
   std::function<void()> body;
@@ -112,7 +122,6 @@ inline void Enter() {
   state.body();
   Fiber& fiber = state.fibers[state.thread];
   fiber.is_done = true;
-  state.has_moved = true;
   __sanitizer_start_switch_fiber(nullptr, state.scheduler_stack, state.scheduler_bytes);
   swapcontext(&fiber.context, &state.scheduler);
 }
@@ -131,20 +140,18 @@ inline void Resume(Fiber& fiber) {
   __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
 
-// Waits until all threads of [first, last) that have not ended have come here as often as this one.
-inline void Wait(unsigned first, unsigned last, int Fiber::* arrivals) {
-  const int mine = ++(state.fibers[state.thread].*arrivals);
-  state.has_moved = true;
-  const auto has_arrived = [&](unsigned i) {
-    return state.fibers[i].is_done || state.fibers[i].*arrivals >= mine;
-  };
-  for (;;) {
-    bool all = true;
-    for (unsigned i = first; i < last && i < state.num_threads; ++i) all = all && has_arrived(i);
-    if (all) break;
-    Yield();
+inline bool HaveCome(const Arrivals& awaited) {
+  for (unsigned i = awaited.first; i < awaited.last; ++i) {
+    const Fiber& fiber = state.fibers[i];
+    if (!fiber.is_done && fiber.*awaited.arrivals < awaited.count) return false;
   }
-  state.has_moved = true;
+  return true;
+}
+
+inline void Wait(unsigned first, unsigned last, int Fiber::* arrivals) {
+  Fiber& fiber = state.fibers[state.thread];
+  fiber.awaited = {first, std::min(last, state.num_threads), arrivals, ++(fiber.*arrivals)};
+  if (!HaveCome(fiber.awaited)) Yield();
 }
 
 inline unsigned FirstOfWarp() { return state.thread / kWarp * kWarp; }
@@ -155,6 +162,7 @@ inline void RunBlock() {
   std::iota(order.begin(), order.end(), 0u);
   for (Fiber& fiber : state.fibers) {
     fiber.is_done = false;
+    fiber.awaited = {};
     fiber.warp_arrivals = fiber.block_arrivals = fiber.exchanges = 0;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -167,15 +175,18 @@ inline void RunBlock() {
       state.seed = state.seed * 1664525u + 1013904223u;
       std::swap(order[i - 1], order[(state.seed >> 8) % i]);
     }
-    is_alive = state.has_moved = false;
+    is_alive = false;
+    bool has_moved = false;
     for (const unsigned thread : order) {
       Fiber& fiber = state.fibers[thread];
       if (fiber.is_done) continue;
       is_alive = true;
+      if (!HaveCome(fiber.awaited)) continue;
+      has_moved = true;
       state.thread = thread;
       Resume(fiber);
     }
-    if (is_alive && !state.has_moved) Fail("some threads never reach a barrier");
+    if (is_alive && !has_moved) Fail("some threads never reach a barrier");
   }
 }
 
@@ -290,24 +301,25 @@ inline float ApproximateReciprocal(float value) {
 // `group` of B, and of each the elements 2 * place + {0, 1, 8, 9} along k.
 template <DType kDType>
 void MultiplyTile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  struct {
-    uint32_t a[4];
-    uint32_t b[2];
+  struct Fragments {
+    float a[8];
+    float b[4];
   } mine;
-  std::memcpy(mine.a, a, sizeof(a));
-  std::memcpy(mine.b, b, sizeof(b));
+  for (unsigned i = 0; i < 8; ++i) mine.a[i] = Half<kDType>(a, i);
+  for (unsigned i = 0; i < 4; ++i) mine.b[i] = Half<kDType>(b, i);
   const unsigned lane = state.thread % kWarp;
   Exchange(mine, [&](const Slot* slots) {
     for (unsigned i = 0; i < 4; ++i) {
-      const unsigned row_half = i / 2;
       const unsigned column = lane % 4 * 2 + i % 2;
-      for (unsigned k = 0; k < 16; ++k) {
-        const unsigned place = k % 8 / 2;
-        const unsigned half = k / 8 * 2;  // a[0], a[1]: k below 8 of both rows
-        const uint32_t* const row = slots[lane / 4 * 4 + place].words;
-        const uint32_t* const other = slots[column * 4 + place].words + 4;
-        sums[i] +=
-            Half<kDType>(row + half + row_half, k % 2) * Half<kDType>(other + half / 2, k % 2);
+      for (unsigned place = 0; place < 4; ++place) {
+        Fragments row, other;
+        std::memcpy(&row, &slots[lane / 4 * 4 + place], sizeof(row));
+        std::memcpy(&other, &slots[column * 4 + place], sizeof(other));
+        // Words 0 and 2 of A are of a lane's first row, 1 and 3 of its second.
+        for (unsigned k = 0; k < 2; ++k) {
+          sums[i] += row.a[i / 2 * 2 + k] * other.b[k];
+          sums[i] += row.a[i / 2 * 2 + 4 + k] * other.b[2 + k];
+        }
       }
     }
     return 0;
