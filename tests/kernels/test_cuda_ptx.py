@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
+from nf4tensor.format.codebook import FP4_THRESHOLDS, NF4_THRESHOLDS
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import reference
 from tests.bounds import matmul_bound
@@ -133,6 +134,34 @@ def test_quantize(calls, most):
                 reference.quantize_into(weight, spec, expected)
             calls.run(call, weight=weight, record=record)
             assert torch.equal(record, expected), (spec, dtype, kinds)
+
+
+@quantize_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_with_few_blocks(calls, dtype):
+    """Each goes on where the others stopped, with weights that divide to thresholds, nearly."""
+    for block_size, quant_type in itertools.product((64, 4096), QUANT_TYPES):
+        spec = NF4Spec.for_weight(5000, block_size, 256, quant_type)
+        weight = make_quotients(20, spec, seed=block_size).to(dtype)
+        record = garbage(20, spec.pitch, dtype=torch.uint8)
+        with calls.recorder.configured(num_processors=1):
+            call = calls.quantize(20, spec, dtype)
+        calls.run(call, weight=weight, record=record)
+        assert torch.equal(record, reference.quantize(weight, spec))
+
+
+def make_quotients(num_rows: int, spec: NF4Spec, seed: int) -> torch.Tensor:
+    """Weights within an ulp or two of a threshold times the absmax of their block, any number."""
+    generator = torch.Generator().manual_seed(seed)
+    thresholds = torch.tensor([*NF4_THRESHOLDS, *FP4_THRESHOLDS])
+    scales = 1 + torch.rand(num_rows, spec.num_blocks, 1, generator=generator)
+    shape = (num_rows, spec.num_blocks, spec.block_size)
+    choice = torch.randint(thresholds.numel(), shape, generator=generator)
+    weight = thresholds[choice] * scales
+    weight = weight.view(torch.int32) + torch.randint(-1, 2, shape, generator=generator).int()
+    weight = weight.view(torch.float32)
+    weight[..., :1] = scales
+    return weight.flatten(1)[:, : spec.in_features].contiguous()
 
 
 @quantize_kernels
