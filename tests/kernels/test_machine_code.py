@@ -34,8 +34,8 @@ DEQUANTIZE_LIMITS = {
     ("Dequantize32", DIRECT, 1): (6.0, 5.6),
     ("Dequantize32", PAIR, 1): (6.6, 6.4),
 }
-# By tiles of eight inputs and pieces of eight columns of a lane: registers, and instructions a weight
-# up to sm_90, and since sm_100. Two blocks have 128 registers for each thread, one has twice that.
+# By tiles of eight inputs and pieces of eight columns of a lane: registers, and instructions a
+# weight up to sm_90, and since sm_100. Two blocks have 128 registers a thread, one has twice that.
 LINEAR_LIMITS = {
     (1, 8): (128, 4.6, 4.4),
     (2, 8): (128, 4.8, 4.6),
