@@ -88,6 +88,7 @@ def race(
     check: Callable[[str, Result], None] | None = None,
     *,
     slow: float = SLOW_SECONDS,
+    clock: Callable[..., float] | None = None,
 ) -> dict[str, Timing]:
     """Let contestants take turns, every other round in the reverse order.
 
@@ -96,14 +97,17 @@ def race(
         rounds: most turns of each.
         seconds: a contestant whose first call says that it would need more than this gets fewer
             turns, at least three.
-        slow: one that takes more than this many seconds a call is called once.
         check: called with the name and the result of each first call, before all other calls.
+        slow: one that takes more than this many seconds a call is called once.
+        clock: makes a call, gives its result to a function if there is one, and returns the
+            seconds that the call took; None for the time that passes here.
 
     Returns:
         For each its median and quartiles in milliseconds, and the turns that they are of.
     """
+    clock = clock or _seconds
     first = {
-        name: _seconds(run, partial(check, name) if check else None)
+        name: clock(run, partial(check, name) if check else None)
         for name, run in contestants.items()
     }
     turns = {
@@ -120,7 +124,7 @@ def race(
                 continue
             # A slow one is warm after its first call.
             is_warm_up = turn < WARM_UPS and first[name] * rounds < seconds
-            once = _seconds(contestants[name])
+            once = clock(contestants[name])
             if not is_warm_up:
                 taken[name].append(once)
     return {name: summary(values) for name, values in taken.items()}
@@ -179,19 +183,22 @@ def say(text: str) -> None:
 
 def environment() -> dict[str, object]:
     """Say what was measured: the command, the commit, the machine."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
     return {
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": _commit() or "unknown",
         "torch": torch.__version__,
         "processor": _processor(),
         "isa": native.isa() if native.unavailable_because() is None else "reference",
     }
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except FileNotFoundError:  # no git
+        return ""
+    return found.stdout.strip()
 
 
 def _processor() -> str:

@@ -97,7 +97,7 @@ def bitsandbytes_linear(bnb: ModuleType, weight: torch.Tensor, dtype: torch.dtyp
     layer.weight = bnb.nn.Params4bit(
         weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=True
     )
-    return layer.to("cpu")  # quantizes
+    return layer.to(weight.device)  # quantizes
 
 
 def check_close(theirs: torch.Tensor, ours: torch.Tensor, bound: float) -> None:

@@ -3,6 +3,7 @@
 // classes of errors, before a graph is traced.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "common/dtype.h"
@@ -58,9 +59,25 @@ inline void CheckStorage(const Tensor& tensor, const char* name) {
   }
 }
 
-// The leading sizes of a CPU tensor whose last size must be `last`, and that has its storage.
-inline std::vector<int64_t> CheckedLead(const Tensor& tensor, const char* name, int64_t last) {
-  if (tensor.device_type() != aoti_torch_device_type_cpu()) Refuse(name, " is not on the CPU");
+struct Device {
+  int32_t type;
+  int32_t index;  // of the CPU's it does not matter which
+};
+
+inline void CheckDevice(const Tensor& tensor, const char* name, const Device& device) {
+  const bool is_cpu = device.type == aoti_torch_device_type_cpu();
+  if (tensor.device_type() != device.type) {
+    Refuse(name, " is not on ", is_cpu ? "the CPU" : "a CUDA device");
+  }
+  if (!is_cpu && tensor.device_index() != device.index) {
+    Refuse(name, " is on CUDA device ", tensor.device_index(), ", expected device ", device.index);
+  }
+}
+
+// The leading sizes of a tensor whose last size must be `last`, and that has its storage.
+inline std::vector<int64_t> CheckedLead(const Tensor& tensor, const char* name, int64_t last,
+                                        const Device& device) {
+  CheckDevice(tensor, name, device);
   std::vector<int64_t> sizes = tensor.sizes();
   if (sizes.empty()) Refuse(name, " has no dimensions, expected a last one of size ", last);
   if (sizes.back() != last) {
@@ -104,6 +121,31 @@ inline void CheckFloatDtype(int32_t dtype, const char* name) {
   if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16() &&
       dtype != aoti_torch_dtype_float16()) {
     Refuse(name, " has elements of dtype code ", dtype, ", expected float32, bfloat16 or float16");
+  }
+}
+
+// The leading sizes of a product, by torch's rules of broadcasting.
+inline std::vector<int64_t> Broadcast(const std::vector<int64_t>& a,
+                                      const std::vector<int64_t>& b) {
+  std::vector<int64_t> sizes(std::max(a.size(), b.size()));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const int64_t left = i < a.size() ? a[a.size() - 1 - i] : 1;
+    const int64_t right = i < b.size() ? b[b.size() - 1 - i] : 1;
+    if (left != right && left != 1 && right != 1) {
+      Refuse("input and record have leading sizes ", left, " and ", right,
+             " that do not broadcast");
+    }
+    sizes[sizes.size() - 1 - i] = left == 1 ? right : left;
+  }
+  return sizes;
+}
+
+inline void CheckBias(const Tensor& bias, int64_t num_rows, const Tensor& input,
+                      const Device& device) {
+  CheckedLead(bias, "bias", num_rows, device);
+  if (bias.dtype() != input.dtype() || bias.numel() != num_rows) {
+    Refuse("bias has ", bias.numel(), " elements of dtype code ", bias.dtype(), ", expected ",
+           num_rows, " of the input's dtype code ", input.dtype());
   }
 }
 

@@ -21,6 +21,8 @@ struct AtenTensorOpaque;
 using AtenTensorHandle = AtenTensorOpaque*;
 struct TorchLibraryOpaque;
 using TorchLibraryHandle = TorchLibraryOpaque*;
+struct DeviceGuardOpaque;
+using DeviceGuardHandle = DeviceGuardOpaque*;
 using StableKernel = void (*)(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 
 AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* dispatch_key,
@@ -29,6 +31,12 @@ AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* dispatch
 AOTITorchError torch_library_impl(TorchLibraryHandle library, const char* op, StableKernel kernel,
                                   uint64_t abi_version);
 
+AOTITorchError torch_call_dispatcher(const char* op, const char* overload, StableIValue* stack,
+                                     uint64_t abi_version);
+AOTITorchError aoti_torch_create_device_guard(int32_t device_index, DeviceGuardHandle* guard);
+AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard);
+
+AOTITorchError aoti_torch_new_tensor_handle(AtenTensorHandle tensor, AtenTensorHandle* other);
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 AOTITorchError aoti_torch_get_data_ptr(AtenTensorHandle tensor, void** data);
 AOTITorchError aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t* index);
@@ -42,6 +50,8 @@ AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle tensor, int64_t* num
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** strides);
 AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* is_contiguous);
 
+AOTITorchError aoti_torch_aten_subtract_Tensor(AtenTensorHandle self, AtenTensorHandle other,
+                                               double alpha, AtenTensorHandle* result);
 AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self,
                                         AtenTensorHandle mat1, AtenTensorHandle mat2, double beta,
                                         double alpha);
@@ -65,6 +75,7 @@ void aoti_torch_grad_mode_set_enabled(bool enabled);
 
 size_t aoti_torch_dtype_element_size(int32_t dtype);
 int32_t aoti_torch_device_type_cpu();
+int32_t aoti_torch_device_type_cuda();
 int32_t aoti_torch_dtype_uint8();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_bfloat16();
@@ -122,8 +133,7 @@ class Tensor {
     Tensor tensor;
     const int64_t dim = static_cast<int64_t>(sizes.size());
     Check(aoti_torch_empty_strided(dim, sizes.data(), strides.data(), dtype, device_type(),
-                                   Get(aoti_torch_get_device_index, "read a device index"),
-                                   &tensor.handle_),
+                                   device_index(), &tensor.handle_),
           "allocate a tensor");
     return tensor;
   }
@@ -148,7 +158,15 @@ class Tensor {
           "multiply and add");
   }
 
-  Tensor Contiguous() const {
+  // There is no addition in this ABI.
+  Tensor Plus(const Tensor& other) const {
+    Tensor sum;
+    Check(aoti_torch_aten_subtract_Tensor(handle_, other.handle_, -1.0, &sum.handle_), "add");
+    return sum;
+  }
+
+  // A contiguous copy, in memory of its own.
+  Tensor Clone() const {
     Tensor copy = NewEmpty(sizes(), dtype());
     copy.CopyFrom(*this);
     return copy;
@@ -157,6 +175,13 @@ class Tensor {
   void CopyFrom(const Tensor& other) const {
     const NoGrad no_grad;
     Check(aoti_torch_copy_(handle_, other.handle_, 0), "copy a tensor");
+  }
+
+  // Another handle of the same tensor.
+  Tensor Alias() const {
+    Tensor other;
+    Check(aoti_torch_new_tensor_handle(handle_, &other.handle_), "share a tensor");
+    return other;
   }
 
   // Gives the handle to torch.
@@ -169,6 +194,7 @@ class Tensor {
 
   int32_t dtype() const { return Get(aoti_torch_get_dtype, "read a dtype"); }
   int32_t device_type() const { return Get(aoti_torch_get_device_type, "read a device"); }
+  int32_t device_index() const { return Get(aoti_torch_get_device_index, "read a device index"); }
   int64_t dim() const { return Get(aoti_torch_get_dim, "count dimensions"); }
   int64_t numel() const { return Get(aoti_torch_get_numel, "count elements"); }
   int64_t storage_offset() const { return Get(aoti_torch_get_storage_offset, "read an offset"); }
@@ -201,6 +227,12 @@ class Tensor {
 
   AtenTensorHandle handle_ = nullptr;
 };
+
+// Calls an op of torch with values that it takes over, and returns its one result.
+inline Tensor Call(const char* op, const char* overload, std::vector<StableIValue> stack) {
+  Check(torch_call_dispatcher(op, overload, stack.data(), kTorchAbiVersion), op);
+  return Tensor(stack[0]);
+}
 
 inline int64_t NumThreads() {
   uint32_t num_threads = 1;

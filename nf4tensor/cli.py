@@ -17,7 +17,7 @@ import torch
 import nf4tensor
 from nf4tensor.errors import NF4TensorError
 from nf4tensor.format.spec import FORMAT_VERSION
-from nf4tensor.kernels import native, select
+from nf4tensor.kernels import native, schema, select
 
 ENVIRONMENT = ("NF4TENSOR_BACKEND", "NF4TENSOR_ISA", "NF4TENSOR_STRICT")
 
@@ -75,9 +75,13 @@ def _env(options: argparse.Namespace) -> None:
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:<{width}}  {value}")
-    print(f"\n{'op':<16} {'device':<7} {'backend':<10} why")
+    ops: dict[tuple[str, str, str], list[str]] = {}
     for row in kernels:
-        print(f"{row['op']:<16} {row['device']:<7} {row['backend']:<10} {row['reason']}")
+        ops.setdefault((row["device"], row["backend"], row["reason"]), []).append(row["op"])
+    print(f"\n{'device':<7} {'backend':<10} ops and why")
+    for (device, backend, reason), names in ops.items():
+        listed = "all ops" if len(names) == len(schema.SCHEMAS) else ", ".join(names)
+        print(f"{device:<7} {backend:<10} {listed}: {reason}")
 
 
 if __name__ == "__main__":

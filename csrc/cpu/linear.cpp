@@ -1,9 +1,8 @@
 // The ops linear and matmul on the CPU: checks, shapes, and a product for each matrix of a stack.
 #include <algorithm>
 
-#include "arguments.h"
+#include "cpu/backend.h"
 #include "cpu/products.h"
-#include "ops.h"
 
 namespace nf4tensor::cpu {
 namespace {
@@ -14,21 +13,6 @@ int64_t Product(const Sizes& sizes) {
   int64_t product = 1;
   for (const int64_t size : sizes) product *= size;
   return product;
-}
-
-// The leading sizes of a product, by torch's rules of broadcasting.
-Sizes Broadcast(const Sizes& a, const Sizes& b) {
-  Sizes sizes(std::max(a.size(), b.size()));
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const int64_t left = i < a.size() ? a[a.size() - 1 - i] : 1;
-    const int64_t right = i < b.size() ? b[b.size() - 1 - i] : 1;
-    if (left != right && left != 1 && right != 1) {
-      Refuse("input and record have leading sizes ", left, " and ", right,
-             " that do not broadcast");
-    }
-    sizes[sizes.size() - 1 - i] = left == 1 ? right : left;
-  }
-  return sizes;
 }
 
 // Where the matrix of a stack lies that an index into the broadcast leading sizes `all` stands for,
@@ -72,7 +56,7 @@ struct Operands {
 Operands CheckedOperands(const Tensor& input, const Tensor& record, const RecordSpec& spec,
                          bool is_transposed) {
   Operands found;
-  found.record_lead = CheckedLead(record, "record", spec.pitch());
+  found.record_lead = CheckedLead(record, "record", spec.pitch(), Backend::device());
   CheckRecordDtype(record);
   CheckFloatDtype(input.dtype(), "input");
   if (found.record_lead.empty()) Refuse("record has one dimension, expected two or more");
@@ -81,7 +65,7 @@ Operands CheckedOperands(const Tensor& input, const Tensor& record, const Record
   const int64_t num_from = is_transposed ? spec.in_features : found.num_rows;
   const int64_t num_to = is_transposed ? found.num_rows : spec.in_features;
 
-  found.input_lead = CheckedLead(input, "input", num_from);
+  found.input_lead = CheckedLead(input, "input", num_from, Backend::device());
   found.output_sizes = found.input_lead;
   if (found.record_lead.empty()) {  // the matrices of a stack of inputs are one
     found.num_inputs = Product(found.input_lead);
@@ -127,22 +111,18 @@ Tensor ForEachMatrix(const Operands& operands, const Tensor& input, const Tensor
 
 }  // namespace
 
-Tensor Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
-              const Tensor* bias) {
+Tensor Backend::Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
+                       const Tensor* bias) {
   const Operands operands = CheckedOperands(input, record, spec, /*is_transposed=*/true);
   if (bias != nullptr) {
-    CheckedLead(*bias, "bias", operands.num_rows);
-    if (bias->dtype() != input.dtype() || bias->numel() != operands.num_rows) {
-      Refuse("bias has ", bias->numel(), " elements of dtype code ", bias->dtype(), ", expected ",
-             operands.num_rows, " of the input's dtype code ", input.dtype());
-    }
+    CheckBias(*bias, operands.num_rows, input, device());
     if (!bias->is_contiguous()) {
-      const Tensor contiguous = bias->Contiguous();
+      const Tensor contiguous = bias->Clone();
       return Linear(input, record, spec, &contiguous);
     }
   }
-  if (!IsReadable(input, operands)) return Linear(input.Contiguous(), record, spec, bias);
-  if (!HasContiguousMatrices(record)) return Linear(input, record.Contiguous(), spec, bias);
+  if (!IsReadable(input, operands)) return Linear(input.Clone(), record, spec, bias);
+  if (!HasContiguousMatrices(record)) return Linear(input, record.Clone(), spec, bias);
   const uint8_t* const bias_bytes = bias == nullptr ? nullptr : bias->bytes();
   return ForEachMatrix(operands, input, record, spec,
                        [&](const Weight& weight, const uint8_t* from, uint8_t* to) {
@@ -150,10 +130,10 @@ Tensor Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
                        });
 }
 
-Tensor Matmul(const Tensor& input, const Tensor& record, const RecordSpec& spec) {
+Tensor Backend::Matmul(const Tensor& input, const Tensor& record, const RecordSpec& spec) {
   const Operands operands = CheckedOperands(input, record, spec, /*is_transposed=*/false);
-  if (!IsReadable(input, operands)) return Matmul(input.Contiguous(), record, spec);
-  if (!HasContiguousMatrices(record)) return Matmul(input, record.Contiguous(), spec);
+  if (!IsReadable(input, operands)) return Matmul(input.Clone(), record, spec);
+  if (!HasContiguousMatrices(record)) return Matmul(input, record.Clone(), spec);
   return ForEachMatrix(operands, input, record, spec,
                        [&](const Weight& weight, const uint8_t* from, uint8_t* to) {
                          MultiplyBy(weight, operands.num_inputs, from, to);

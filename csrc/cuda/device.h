@@ -36,6 +36,10 @@ void Run(void (*kernel)(Parameters...), const Launch& launch, const Arguments&..
   emulator::Run(launch.blocks, launch.threads, kernel, static_cast<Parameters>(arguments)...);
 }
 
+inline uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  return emulator::PermuteBytes(a, b, selector);
+}
+
 // Two values to one word, the first in the low half.
 template <DType kDType>
 uint32_t RoundPair(float low, float high) {
@@ -106,6 +110,14 @@ void Run(void (*kernel)(Parameters...), const Launch& launch, const Arguments&..
   config.blockDim = launch.threads;
   config.stream = static_cast<cudaStream_t>(launch.stream);
   CheckCuda(cudaLaunchKernelEx(&config, kernel, arguments...), "launch a kernel");
+}
+
+// PRMT: nibble i of the selector picks byte i of the result from the eight of b:a, or, with its
+// bit 3 set, eight copies of that byte's sign. (__byte_perm clears those bits, one by one.)
+__device__ __forceinline__ uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
 }
 
 // Two values to one word, the first in the low half. To nearest even; subnormals stay.
@@ -184,11 +196,22 @@ __device__ __forceinline__ void LoadSector(const uint8_t* from, uint32_t (&words
 #endif
 }
 
-// 2 to 16 bytes that nobody will read soon, at a multiple of their number.
+// 2 to 32 bytes that nobody will read soon, at a multiple of their number. 32 are two stores before
+// sm_100.
 template <int kBytes>
 __device__ __forceinline__ void StoreOnce(uint8_t* to, const uint32_t* words) {
-  static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4 || kBytes == 2);
-  if constexpr (kBytes == 16) {
+  static_assert(kBytes == 32 || kBytes == 16 || kBytes == 8 || kBytes == 4 || kBytes == 2);
+  if constexpr (kBytes == 32) {
+#if __CUDA_ARCH__ >= 1000
+    asm volatile("st.global.cs.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};" ::"l"(to),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(words[4]),
+                 "r"(words[5]), "r"(words[6]), "r"(words[7])
+                 : "memory");
+#else
+    StoreOnce<16>(to, words);
+    StoreOnce<16>(to + 16, words + 4);
+#endif
+  } else if constexpr (kBytes == 16) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]),
                  "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");

@@ -15,6 +15,22 @@ inline constexpr int64_t kRecordAlignment = 16;
 
 using Stream = void*;  // a cudaStream_t; null is the default stream
 
+// How a warp spreads the stores of the weights that it decodes, which its lanes load 32 at a time.
+enum class Mapping {
+  kDefault,  // what suits the device and the spec
+  kDirect,   // each lane its own weights: half a sector at a time before sm_100, a whole one since
+  kPair,     // two lanes a sector together, after they have swapped codes
+  kStaged,   // all lanes 512 bytes in a row, by way of shared memory; 16-bit dtypes only
+};
+
+struct DequantizeTuning {
+  Mapping mapping = Mapping::kDefault;  // where a spec does not allow one, it gets the default
+  int64_t max_blocks = 0;               // of 256 threads, to leave room beside them; 0: no limit
+};
+
+// For all launches from now on. Not while another thread launches.
+void SetDequantizeTuning(const DequantizeTuning& tuning);
+
 // Decodes num_rows records [pitch] to out [num_rows, in_features] of the dtype.
 void LaunchDequantize(const RecordSpec& spec, DType dtype, int64_t num_rows, const uint8_t* record,
                       uint8_t* out, Stream stream);
@@ -37,8 +53,15 @@ struct LinearCall {
   uint8_t* output;
 };
 
-// Whether the kernel takes a call: 16-bit dtypes and addresses and sizes that it can load.
+// Up to how many inputs LaunchLinear is expected to be faster, on the current device, than decoding
+// the weight for torch's own product; or what was set, if it is not below zero.
+int64_t MaxFusedInputs(const RecordSpec& spec, int64_t num_rows);
+void SetMaxFusedInputs(int64_t max_inputs);
+
+// Whether the kernel takes a call: 16-bit dtypes, in_features a multiple of 8, fewer than 2^31
+// outputs, inputs at a multiple of 16 bytes and records at one of 32.
 bool CanFuse(const LinearCall& call);
+// Takes any number of inputs.
 void LaunchLinear(const LinearCall& call, Stream stream);
 
 }  // namespace nf4tensor::cuda

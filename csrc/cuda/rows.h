@@ -39,6 +39,10 @@ struct RowLayout {
 inline constexpr int64_t kMaxInFeatures = int64_t{1} << 29;
 
 inline RowLayout MakeRowLayout(const RecordSpec& spec) {
+  if (spec.in_features >= kMaxInFeatures) {
+    throw std::runtime_error("nf4tensor: in_features is " + std::to_string(spec.in_features) +
+                             ", and the CUDA kernels take less than 2^29");
+  }
   RowLayout layout{static_cast<uint32_t>(spec.pitch()),
                    static_cast<uint32_t>(spec.in_features),
                    static_cast<uint32_t>(spec.scales_offset()),
@@ -58,30 +62,52 @@ inline RowLayout MakeRowLayout(const RecordSpec& spec) {
 
 __device__ constexpr auto kDeviceDynamicMapBits = MakeDynamicMapBits();
 
-// The scale of a block, which the row has.
+// What the scale of a block is made of. To load it and to decode it are two steps, so that loads
+// can run ahead.
+struct StoredScale {
+  uint32_t code;  // the bits of a float32 scale, which has no pair
+  float2 pair;
+};
+
+// Of a block that the row has.
 template <ScaleKind kKind>
-__device__ __forceinline__ float BlockScale(const RowLayout& layout, const uint8_t* row,
-                                            uint32_t block) {
+__device__ __forceinline__ StoredScale LoadScale(const RowLayout& layout, const uint8_t* row,
+                                                 uint32_t block) {
   const uint8_t* const scales = row + layout.scales_offset;
   if constexpr (kKind == ScaleKind::kFloat32) {
-    return __ldg(reinterpret_cast<const float*>(scales) + block);
+    return {__ldg(reinterpret_cast<const uint32_t*>(scales) + block), {}};
   } else {
     const uint8_t* const segments = row + layout.segments_offset;
     uint32_t segment = 0;
     if (layout.num_segments > 1) {
       const uint32_t phase = __ldg(reinterpret_cast<const uint32_t*>(segments));
       // No phase leads out of the row, not even one that no file reader accepts.
-      const uint32_t place = phase < 0x7FFFFFFFu - block ? phase + block : 0x7FFFFFFFu;
-      segment = Divide(place, layout.segment_length);
-      if (segment >= layout.num_segments) segment = layout.num_segments - 1;
+      const uint32_t last_phase = 0x7FFFFFFFu - block;
+      const uint32_t last_segment = layout.num_segments - 1;
+      segment = Divide((phase < last_phase ? phase : last_phase) + block, layout.segment_length);
+      segment = segment < last_segment ? segment : last_segment;
     }
-    const float2 pair = __ldg(reinterpret_cast<const float2*>(segments + 8) + segment);
-    const uint32_t q = __ldg(scales + block);
-    const float level = kKind == ScaleKind::kSquare8
-                            ? SquareLevel(static_cast<uint8_t>(q))
-                            : FloatFromBits(__ldg(kDeviceDynamicMapBits.values + q));
-    return DecodeScale(level, {pair.x, pair.y});
+    return {__ldg(scales + block), __ldg(reinterpret_cast<const float2*>(segments + 8) + segment)};
   }
+}
+
+template <ScaleKind kKind>
+__device__ __forceinline__ float DecodeStored(const StoredScale& stored) {
+  if constexpr (kKind == ScaleKind::kFloat32) {
+    return FloatFromBits(stored.code);
+  } else {
+    const float level = kKind == ScaleKind::kSquare8
+                            ? SquareLevel(static_cast<uint8_t>(stored.code))
+                            : FloatFromBits(__ldg(kDeviceDynamicMapBits.values + stored.code));
+    return DecodeScale(level, {stored.pair.x, stored.pair.y});
+  }
+}
+
+// The scale of a block, which the row has.
+template <ScaleKind kKind>
+__device__ __forceinline__ float BlockScale(const RowLayout& layout, const uint8_t* row,
+                                            uint32_t block) {
+  return DecodeStored<kKind>(LoadScale<kKind>(layout, row, block));
 }
 
 }  // namespace nf4tensor::cuda

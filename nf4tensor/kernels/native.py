@@ -15,9 +15,7 @@ import torch
 
 from nf4tensor.errors import NF4TensorError
 
-CPU_OPS = frozenset(
-    {"quantize", "quantize_into", "dequantize", "dequantize_into", "linear", "matmul"}
-)
+MAPPINGS = ("direct", "pair", "staged")
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,25 @@ def unavailable_because() -> str | None:
     return _load().reason
 
 
-def register_cpu() -> None:
-    """Register the compiled kernels for the CPU; a second call changes nothing.
+def cuda_unavailable_because() -> str | None:
+    """Return why the compiled kernels for CUDA devices cannot be used, or None when they can."""
+    if torch.version.cuda is None:
+        return "this torch is not built for CUDA"
+    library = _load()
+    if library.handle is not None and not hasattr(library.handle, "nf4tensor_register_cuda"):
+        return "the library was compiled without nvcc, or with NF4TENSOR_CUDA=OFF"
+    return library.reason
+
+
+def register(device: str) -> None:
+    """Register the compiled kernels for "cpu" or "cuda"; a second call changes nothing.
 
     Raises:
         RuntimeError: torch refused a kernel, after it printed the cause.
     """
     library = _load()
-    assert library.handle is not None, f"register_cpu() without a library: {library.reason}"
-    error = library.handle.nf4tensor_register_cpu()
+    assert library.handle is not None, f"register() without a library: {library.reason}"
+    error = getattr(library.handle, f"nf4tensor_register_{device}")()
     if error != 0:
         raise RuntimeError(
             f"torch {torch.__version__} refused the compiled kernels (error {error}, cause above): "
@@ -79,6 +87,32 @@ def use_panels(use: bool | None) -> None:
     library = _load()
     assert library.handle is not None, f"use_panels() without a library: {library.reason}"
     library.handle.nf4tensor_use_panels(-1 if use is None else int(use))
+
+
+def tune_dequantize(mapping: str | None, max_blocks: int = 0) -> None:
+    """Choose how the CUDA kernel spreads its stores, and how many blocks it may use at once.
+
+    For benchmarks, and to decode beside a product: the default knows the device. Results are the
+    same bits.
+
+    Args:
+        mapping: "direct", "pair" or "staged" (see csrc/cuda/kernels.h); None for the default.
+        max_blocks: of 256 threads each; 0 for no limit.
+    """
+    index = 0 if mapping is None else 1 + MAPPINGS.index(mapping)
+    _cuda_library().nf4tensor_tune_dequantize(index, max_blocks)
+
+
+def fuse_linear(max_inputs: int | None) -> None:
+    """Choose up to how many inputs CUDA products decode as they multiply; None for the default."""
+    _cuda_library().nf4tensor_fuse_linear(-1 if max_inputs is None else max_inputs)
+
+
+def _cuda_library() -> ctypes.CDLL:
+    library = _load().handle
+    assert library is not None
+    assert cuda_unavailable_because() is None, cuda_unavailable_because()
+    return library
 
 
 def release_workspace() -> int:
@@ -119,6 +153,9 @@ def _load() -> _Library:
         library.nf4tensor_use_isa.argtypes = [ctypes.c_char_p]
         library.nf4tensor_use_panels.argtypes = [ctypes.c_int]
         library.nf4tensor_release_workspace.restype = ctypes.c_int64
+        if hasattr(library, "nf4tensor_register_cuda"):
+            library.nf4tensor_tune_dequantize.argtypes = [ctypes.c_int, ctypes.c_int64]
+            library.nf4tensor_fuse_linear.argtypes = [ctypes.c_int64]
     except (OSError, AttributeError) as error:
         return _Library(None, f"failed to load {path}: {error.__cause__ or error}")
     return _Library(library, None)

@@ -151,6 +151,27 @@ def dequantize_into(record: Tensor, spec: NF4Spec, out: Tensor) -> None:
         out.copy_(target)
 
 
+def linear(input: Tensor, record: Tensor, spec: NF4Spec, bias: Tensor | None = None) -> Tensor:
+    """Return `input @ W.T + bias` by torch's own product; stacks of W broadcast.
+
+    Args:
+        input: `[*, in_features]`, of the dtype that W `[*lead, out_features, in_features]` is
+            decoded to.
+        record: `[*lead, out_features, pitch]`.
+        spec: of the record.
+        bias: `[out_features]` of the input's dtype.
+    """
+    return multiply(input, dequantize(record, spec, input.dtype), bias)
+
+
+def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `input @ weight.T + bias` for a weight or a stack of them."""
+    if weight.dim() == 2:
+        return F.linear(input, weight, bias)
+    output = input @ weight.mT
+    return output if bias is None else output + bias
+
+
 def _dequantize_chunk(record: Tensor, spec: NF4Spec) -> Tensor:
     """Return float32 weights: level times scale, one rounding; the caller's cast is the second."""
     packed = record[:, : spec.codes_bytes]

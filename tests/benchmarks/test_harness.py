@@ -48,6 +48,21 @@ def test_first_results_are_checked_before_any_other_call(benchmarks):
     assert sum(isinstance(entry, tuple) for entry in seen) == 2
 
 
+def test_times_are_those_of_the_given_clock(benchmarks):
+    def clock(run, check=None):
+        result = run()
+        if check is not None:
+            check(result)
+        return result
+
+    seen = []
+    times = benchmarks.harness.race(
+        {"a": lambda: 0.5}, 3, check=lambda *checked: seen.append(checked), clock=clock
+    )
+    assert times["a"]["median_ms"] == 500
+    assert seen == [("a", 0.5)]
+
+
 @pytest.mark.parametrize(
     ("seconds", "quartiles"),
     [([0.002], (2, 2, 2)), ([0.001, 0.002, 0.003], (1, 2, 3))],

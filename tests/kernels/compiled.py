@@ -4,7 +4,9 @@ Weights and records here are delicate on purpose; conftest.py goes through the i
 """
 
 import contextlib
+import ctypes
 import math
+import mmap
 
 import pytest
 import torch
@@ -76,6 +78,17 @@ def layouts(tensor: torch.Tensor) -> list[torch.Tensor]:
     gaps = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 3)[..., 1:-2]
     transposed = tensor.new_empty(tensor.shape[::-1]).permute(*range(tensor.dim())[::-1])
     return [view.copy_(tensor) for view in (shifted, gaps, transposed)]
+
+
+def before_a_wall(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values right before memory that nobody may touch: whoever reads on crashes."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    wall = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    buffer = torch.frombuffer(mmap.mmap(-1, wall + mmap.PAGESIZE), dtype=torch.uint8)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(buffer.data_ptr() + wall, mmap.PAGESIZE, 0) == 0, ctypes.get_errno()
+    return buffer[wall - num_bytes : wall].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def make_finite_record(lead: tuple[int, ...], spec: NF4Spec, seed: int = 0) -> torch.Tensor:

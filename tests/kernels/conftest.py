@@ -1,10 +1,16 @@
-"""What the compiled kernels are run with, for the tests that ask for it."""
+"""What the kernels are run with, for the tests that ask for it."""
 
+import os
+from functools import cache
+
+import numpy as np
 import pytest
 import torch
 
 from nf4tensor.kernels import native
 from tests.kernels.compiled import usable_isas
+from tests.kernels.ptx.calls import Calls
+from tests.kernels.ptx.launches import Recorder
 
 
 @pytest.fixture(params=usable_isas())
@@ -22,3 +28,25 @@ def threads(request: pytest.FixtureRequest):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def compiled_calls(tmp_path_factory: pytest.TempPathFactory):
+    """Each op's CUDA kernels for an architecture, compiled when first asked for."""
+    recorder = cache(lambda: Recorder(tmp_path_factory.mktemp("launches")))
+    folder = tmp_path_factory.mktemp("ptx")
+    return cache(lambda op, capability: Calls(op, capability, recorder(), folder))
+
+
+@pytest.fixture
+def calls(request: pytest.FixtureRequest, compiled_calls) -> Calls:
+    """The kernels of an op and an architecture, which `kernels_of` of ptx/calls.py chooses."""
+    return compiled_calls(*request.param)
+
+
+@pytest.fixture
+def triton_interpreter():
+    """Triton's interpreter; numpy, which computes in it, warns of what the kernels mean to do."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton.py runs this in its own process"
+    with np.errstate(all="ignore"):
+        yield

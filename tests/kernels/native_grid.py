@@ -60,20 +60,22 @@ class Toolchain:
     def compile_isa(self, isa: str, folder: Path, *flags: str) -> Path:
         """Compile the kernels of one instruction set to an object file."""
         own = self.isa_flags if self.isa_flags is not None else instruction_sets().get(isa, ())
-        return self._compile(ROOT / f"csrc/cpu/{isa}.cpp", [isa], folder, *own, *flags)
+        return self.compile(ROOT / f"csrc/cpu/{isa}.cpp", [isa], folder, *own, *flags)
 
     def build(self, isas: Sequence[str], folder: Path) -> Path:
         """Build the program with the kernels of some instruction sets; scalar is always there."""
         others = [isa for isa in isas if isa != "scalar"]
         with ThreadPoolExecutor(2) as pool:
             objects = [
-                pool.submit(self._compile, HERE / "native_grid.cpp", others, folder, "-O1"),
+                pool.submit(self.compile, HERE / "native_grid.cpp", others, folder, "-O1"),
                 *(pool.submit(self.compile_isa, isa, folder) for isa in ("scalar", *others)),
-                pool.submit(self._compile, ROOT / "csrc/cpu/kernels.cpp", others, folder),
+                pool.submit(self.compile, ROOT / "csrc/cpu/kernels.cpp", others, folder),
             ]
-        program = folder / "native_grid"
-        paths = [str(future.result()) for future in objects]
-        _call([self.compiler, *self.flags, *paths, "-o", str(program)])
+        return self.link([future.result() for future in objects], folder / "native_grid")
+
+    def link(self, objects: Sequence[Path], program: Path) -> Path:
+        """Make a program of object files."""
+        _call([self.compiler, *self.flags, *map(str, objects), "-o", str(program)])
         return program
 
     def run(self, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +83,8 @@ class Toolchain:
         command = [*self.runner, str(program), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    def _compile(self, source: Path, isas: Sequence[str], folder: Path, *flags: str) -> Path:
+    def compile(self, source: Path, isas: Sequence[str], folder: Path, *flags: str) -> Path:
+        """Compile a source that knows of some instruction sets to an object file."""
         to = folder / f"{source.stem}.o"
         defines = [f"-DNF4TENSOR_{isa.upper()}" for isa in isas]
         includes = [f"-I{ROOT / 'csrc'}", f"-I{HERE}"]

@@ -145,7 +145,7 @@ def reloaded():
 
 @compiled
 def test_registering_twice_changes_nothing():
-    native.register_cpu()
+    native.register("cpu")
     assert native.unavailable_because() is None
 
 
@@ -184,7 +184,7 @@ def test_refused_kernels_raise(monkeypatch):
 
     monkeypatch.setattr(native, "_load", lambda: native._Library(Refusing(), None))
     with pytest.raises(RuntimeError, match="refused the compiled kernels"):
-        native.register_cpu()
+        native.register("cpu")
 
 
 @compiled

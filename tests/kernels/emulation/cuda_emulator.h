@@ -34,6 +34,7 @@
 #define __forceinline__ inline
 #define __shared__ static  // one block runs at a time
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct alignas(8) float2 {
   float x, y;
@@ -60,21 +61,33 @@ namespace nf4tensor::emulator {
   std::abort();
 }
 
-inline constexpr size_t kStackBytes = 64 << 10;
+inline constexpr size_t kStackBytes = 32 << 10;  // an address sanitizer clears them at every switch
 inline constexpr unsigned kWarp = 32;
+
+struct Fiber;
+
+// All threads of [first, last) that have not ended have arrived at something as often as this one.
+struct Arrivals {
+  unsigned first = 0;
+  unsigned last = 0;
+  int Fiber::* arrivals = nullptr;
+  int count = 0;
+};
 
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(kStackBytes);
   void* fake_stack = nullptr;  // of the address sanitizer
   bool is_done = false;
+  Arrivals awaited;
   int warp_arrivals = 0;
   int block_arrivals = 0;
+  int exchanges = 0;
 };
 
 // What a thread gives to the others of its warp.
 struct Slot {
-  uint32_t words[8];
+  uint32_t words[12];
 };
 
 // A launch as the driver gets it.
@@ -90,13 +103,13 @@ struct State {
   int compute_capability = 90;
   int num_processors = 132;
   std::function<void(const Recorded&)> recorder;  // called instead of the kernel
+  unsigned first_block = 0;  // blocks before it do not run: others are far away in memory
   unsigned block = 0;
   unsigned num_blocks = 0;
   unsigned num_threads = 0;
   unsigned thread = 0;
-  bool has_moved = false;  // some thread got on since the last round began
   std::vector<Fiber> fibers;
-  std::vector<Slot> slots;
+  std::vector<Slot> slots[2];  // used in turn: nobody is two exchanges ahead of another
   std::function<void()> body;
   ucontext_t scheduler;
   const void* scheduler_stack = nullptr;
@@ -109,7 +122,6 @@ inline void Enter() {
   state.body();
   Fiber& fiber = state.fibers[state.thread];
   fiber.is_done = true;
-  state.has_moved = true;
   __sanitizer_start_switch_fiber(nullptr, state.scheduler_stack, state.scheduler_bytes);
   swapcontext(&fiber.context, &state.scheduler);
 }
@@ -128,20 +140,18 @@ inline void Resume(Fiber& fiber) {
   __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
 
-// Waits until all threads of [first, last) that have not ended have come here as often as this one.
-inline void Wait(unsigned first, unsigned last, int Fiber::* arrivals) {
-  const int mine = ++(state.fibers[state.thread].*arrivals);
-  state.has_moved = true;
-  const auto has_arrived = [&](unsigned i) {
-    return state.fibers[i].is_done || state.fibers[i].*arrivals >= mine;
-  };
-  for (;;) {
-    bool all = true;
-    for (unsigned i = first; i < last && i < state.num_threads; ++i) all = all && has_arrived(i);
-    if (all) break;
-    Yield();
+inline bool HaveCome(const Arrivals& awaited) {
+  for (unsigned i = awaited.first; i < awaited.last; ++i) {
+    const Fiber& fiber = state.fibers[i];
+    if (!fiber.is_done && fiber.*awaited.arrivals < awaited.count) return false;
   }
-  state.has_moved = true;
+  return true;
+}
+
+inline void Wait(unsigned first, unsigned last, int Fiber::* arrivals) {
+  Fiber& fiber = state.fibers[state.thread];
+  fiber.awaited = {first, std::min(last, state.num_threads), arrivals, ++(fiber.*arrivals)};
+  if (!HaveCome(fiber.awaited)) Yield();
 }
 
 inline unsigned FirstOfWarp() { return state.thread / kWarp * kWarp; }
@@ -152,7 +162,8 @@ inline void RunBlock() {
   std::iota(order.begin(), order.end(), 0u);
   for (Fiber& fiber : state.fibers) {
     fiber.is_done = false;
-    fiber.warp_arrivals = fiber.block_arrivals = 0;
+    fiber.awaited = {};
+    fiber.warp_arrivals = fiber.block_arrivals = fiber.exchanges = 0;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -164,15 +175,18 @@ inline void RunBlock() {
       state.seed = state.seed * 1664525u + 1013904223u;
       std::swap(order[i - 1], order[(state.seed >> 8) % i]);
     }
-    is_alive = state.has_moved = false;
+    is_alive = false;
+    bool has_moved = false;
     for (const unsigned thread : order) {
       Fiber& fiber = state.fibers[thread];
       if (fiber.is_done) continue;
       is_alive = true;
+      if (!HaveCome(fiber.awaited)) continue;
+      has_moved = true;
       state.thread = thread;
       Resume(fiber);
     }
-    if (is_alive && !state.has_moved) Fail("some threads never reach a barrier");
+    if (is_alive && !has_moved) Fail("some threads never reach a barrier");
   }
 }
 
@@ -181,8 +195,8 @@ inline void RunGrid(unsigned num_blocks, unsigned num_threads, std::function<voi
   state.num_threads = num_threads;
   state.body = std::move(body);
   state.fibers.resize(num_threads);
-  state.slots.resize(num_threads);
-  for (state.block = 0; state.block < num_blocks; ++state.block) RunBlock();
+  for (std::vector<Slot>& slots : state.slots) slots.resize(num_threads);
+  for (state.block = state.first_block; state.block < num_blocks; ++state.block) RunBlock();
 }
 
 template <typename T>
@@ -228,11 +242,10 @@ void Store(void* to, const void* value) {
 template <typename T, typename Read>
 auto Exchange(const T& value, Read read) {
   static_assert(sizeof(T) <= sizeof(Slot));
-  std::memcpy(&state.slots[state.thread], &value, sizeof(T));
+  std::vector<Slot>& slots = state.slots[state.fibers[state.thread].exchanges++ % 2];
+  std::memcpy(&slots[state.thread], &value, sizeof(T));
   WaitForWarp();
-  const auto result = read(&state.slots[FirstOfWarp()]);
-  WaitForWarp();
-  return result;
+  return read(&slots[FirstOfWarp()]);
 }
 
 template <typename T>
@@ -242,6 +255,18 @@ T Shuffle(const T& value, unsigned lane) {
     std::memcpy(&other, &slots[lane % kWarp], sizeof(T));
     return other;
   });
+}
+
+inline uint32_t PermuteBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pick = selector >> 4 * i & 15;
+    const uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
+    const uint32_t sign = (byte & 128) != 0 ? 255 : 0;
+    result |= ((pick & 8) != 0 ? sign : byte) << 8 * i;
+  }
+  return result;
 }
 
 // Rounds as the processors do: to nearest even, with a NaN of their own.
@@ -276,24 +301,25 @@ inline float ApproximateReciprocal(float value) {
 // `group` of B, and of each the elements 2 * place + {0, 1, 8, 9} along k.
 template <DType kDType>
 void MultiplyTile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  struct {
-    uint32_t a[4];
-    uint32_t b[2];
+  struct Fragments {
+    float a[8];
+    float b[4];
   } mine;
-  std::memcpy(mine.a, a, sizeof(a));
-  std::memcpy(mine.b, b, sizeof(b));
+  for (unsigned i = 0; i < 8; ++i) mine.a[i] = Half<kDType>(a, i);
+  for (unsigned i = 0; i < 4; ++i) mine.b[i] = Half<kDType>(b, i);
   const unsigned lane = state.thread % kWarp;
   Exchange(mine, [&](const Slot* slots) {
     for (unsigned i = 0; i < 4; ++i) {
-      const unsigned row_half = i / 2;
       const unsigned column = lane % 4 * 2 + i % 2;
-      for (unsigned k = 0; k < 16; ++k) {
-        const unsigned place = k % 8 / 2;
-        const unsigned half = k / 8 * 2;  // a[0], a[1]: k below 8 of both rows
-        const uint32_t* const row = slots[lane / 4 * 4 + place].words;
-        const uint32_t* const other = slots[column * 4 + place].words + 4;
-        sums[i] +=
-            Half<kDType>(row + half + row_half, k % 2) * Half<kDType>(other + half / 2, k % 2);
+      for (unsigned place = 0; place < 4; ++place) {
+        Fragments row, other;
+        std::memcpy(&row, &slots[lane / 4 * 4 + place], sizeof(row));
+        std::memcpy(&other, &slots[column * 4 + place], sizeof(other));
+        // Words 0 and 2 of A are of a lane's first row, 1 and 3 of its second.
+        for (unsigned k = 0; k < 2; ++k) {
+          sums[i] += row.a[i / 2 * 2 + k] * other.b[k];
+          sums[i] += row.a[i / 2 * 2 + 4 + k] * other.b[2 + k];
+        }
       }
     }
     return 0;
@@ -360,13 +386,5 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline int __float2int_rn(float a) { return static_cast<int>(std::lrint(a)); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
-  const uint64_t bytes = uint64_t{b} << 32 | a;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t pick = selector >> 4 * i & 15;
-    const uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
-    const uint32_t sign = (byte & 128) != 0 ? 255 : 0;
-    result |= ((pick & 8) != 0 ? sign : byte) << 8 * i;
-  }
-  return result;
+  return nf4tensor::emulator::PermuteBytes(a, b, selector & 0x7777u);
 }
