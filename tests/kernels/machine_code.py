@@ -72,7 +72,7 @@ class Kernel:
     stack_bytes: int
     spilled_bytes: int
     instructions: tuple[Instruction, ...]
-    loop: tuple[int, int]  # of the instructions, the widest that branches back; or all of them
+    loops: tuple[tuple[int, int], ...]  # of the instructions, those that branch back; or all
 
     @property
     def name(self) -> str:
@@ -82,15 +82,26 @@ class Kernel:
     @property
     def body(self) -> tuple[Instruction, ...]:
         """The main loop, with every side branch inside of it: never fewer than are executed."""
-        return self.instructions[slice(*self.loop)]
+        return self.instructions[slice(*max(self.loops, key=_length))]
+
+    def loop_around(self, start: str) -> tuple[Instruction, ...]:
+        """Return the narrowest loop around the first instruction whose text starts so."""
+        at = next(at for at, i in enumerate(self.instructions) if i.text.startswith(start))
+        around = [loop for loop in self.loops if loop[0] <= at < loop[1]]
+        return self.instructions[slice(*min(around, key=_length))]
 
     def widths(self, opcode: str) -> list[int]:
         """Return the bytes that each load or store of a kind in the main loop moves."""
-        return [i.num_bytes for i in self.body if i.opcode == opcode]
+        return widths(self.body, opcode)
 
     def touches_local_memory(self) -> bool:
         """Return whether registers did not do."""
         return any(i.opcode in ("LDL", "STL") for i in self.instructions)
+
+
+def widths(instructions: Sequence[Instruction], opcode: str) -> list[int]:
+    """Return the bytes that each load or store of a kind moves."""
+    return [i.num_bytes for i in instructions if i.opcode == opcode]
 
 
 def compile_kernels(op: str, architecture: int, folder: Path) -> list[Kernel]:
@@ -126,7 +137,7 @@ def _kernel(signature: str, resources: dict[str, int], section: str) -> Kernel:
     texts = re.sub(r"\([\w:]+\)", "", match[2] or "").split(", ")
     numbers = {"true": 1, "false": 0, "": None}
     arguments = [numbers[t] if t in numbers else int(t.rstrip("ul")) for t in texts]
-    instructions, loop = _instructions(section)
+    instructions, loops = _instructions(section)
     return Kernel(
         function=match[1],
         arguments=tuple(a for a in arguments if a is not None),
@@ -134,11 +145,15 @@ def _kernel(signature: str, resources: dict[str, int], section: str) -> Kernel:
         stack_bytes=resources["stack"],
         spilled_bytes=resources["stores"] + resources["loads"],
         instructions=tuple(instructions),
-        loop=loop,
+        loops=tuple(loops),
     )
 
 
-def _instructions(section: str) -> tuple[list[Instruction], tuple[int, int]]:
+def _length(loop: tuple[int, int]) -> int:
+    return loop[1] - loop[0]
+
+
+def _instructions(section: str) -> tuple[list[Instruction], list[tuple[int, int]]]:
     labels: dict[str, int] = {}
     found: list[Instruction] = []
     for line in section.splitlines():
@@ -146,13 +161,13 @@ def _instructions(section: str) -> tuple[list[Instruction], tuple[int, int]]:
             labels[label[1]] = len(found)
         elif code := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
             found.append(Instruction(code[1]))
-    loops = [(0, len(found))]
+    loops = []
     for at, instruction in enumerate(found):
         target = re.search(r"BRA.*`\((\.L_\S+)\)", instruction.text)
         # The last instructions of a kernel are a jump to itself.
         if target is not None and labels[target[1]] < at:
             loops.append((labels[target[1]], at + 1))
-    return found, max(loops[1:] or loops, key=lambda loop: loop[1] - loop[0])
+    return found, loops or [(0, len(found))]
 
 
 def _call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ from tests.kernels.machine_code import (
     find_nvcc,
     find_nvdisasm,
     ops,
+    widths,
 )
 
 # How many a kernel of 256 threads may have at full or at half occupancy, roughly.
@@ -42,6 +43,16 @@ LINEAR_LIMITS = {
     (4, 4): (128, 6.7, 6.5),
     (8, 4): (176, 7.7, 7.4),
     (1, 2): (128, 8.1, 8.1),
+}
+# Of rows of whole groups, by dtype and codebook, in the order of csrc: weights that a thread
+# encodes at once, and instructions for each of them, with all side branches.
+QUANTIZE_LIMITS = {
+    (0, 0): (8, 24.2, 23.0),
+    (0, 1): (8, 26.0, 26.0),
+    (1, 0): (16, 17.5, 17.1),
+    (1, 1): (16, 19.5, 19.8),
+    (2, 0): (16, 15.9, 15.5),
+    (2, 1): (16, 17.9, 18.2),
 }
 
 pytestmark = [
@@ -113,6 +124,23 @@ def test_dequantize_never_fuses_a_rounding_away(kernels_of, architecture):
     for kernel in kernels_of("dequantize", architecture):
         opcodes = {instruction.opcode for instruction in kernel.instructions}
         assert not opcodes & {"FFMA", "FFMA2"}, kernel.name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_quantize_takes_few_instructions_and_wide_accesses(kernels_of, architecture):
+    seen = set()
+    for kernel in kernels_of("quantize", architecture):
+        *kind, is_whole = kernel.arguments
+        if not is_whole:
+            continue
+        group, *limits = QUANTIZE_LIMITS[tuple(kind)]
+        loop = kernel.loop_around("SHFL.IDX")
+        assert len(loop) / group <= limits[architecture >= 100], f"{kernel.name}: {len(loop)}"
+        assert widths(loop, "LDG") == ([32] if architecture >= 100 else [16, 16]), kernel.name
+        # A float32 scale, and the codes.
+        assert widths(loop, "STG") == [4, group // 2], kernel.name
+        seen.add(tuple(kind))
+    assert seen == set(QUANTIZE_LIMITS)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
