@@ -54,7 +54,7 @@ def every_spec(widths=WIDTHS, block_sizes=BLOCK_SIZES) -> Iterator[NF4Spec]:
 
 
 # How many turns each kernel has; every architecture shuffles the cases in its own way.
-few_or_many = pytest.mark.parametrize("most", [1, pytest.param(8, marks=pytest.mark.slow)])
+few_or_many = pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow)])
 
 
 def shuffled(calls: Calls, most: int, *choices: Iterable) -> Iterator[tuple[int, tuple]]:
