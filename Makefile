@@ -16,6 +16,10 @@ CPP_BESIDE := $(shell find tests benchmarks -name '*.cpp' -o -name '*.h')
 ARGS ?=
 RESULTS ?= benchmarks/results
 
+# Here the CUDA kernels are for one processor, that of the GPU at hand, or of none in particular.
+# `make dist` and `pip install` build them for all.
+GPU := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d .)
+
 # Waiting threads sleep: spinning ones make two cores slower than one where the machine is shared.
 export OMP_WAIT_POLICY := passive
 # Compiling only what is imported saves a minute of the set-up, if Python may keep the result.
@@ -45,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CPP)
 	    "For the compiled kernels install one (Debian: apt-get install g++) and run make clean setup"; \
 	fi; \
 	echo "[3/3] nf4tensor and what its tests and examples use: about a minute the first time"; \
-	$(PIP_INSTALL) -e '.[dev,hf,plot]'
+	CUDAARCHS=$${CUDAARCHS:-$(or $(GPU),90)-real} $(PIP_INSTALL) -e '.[dev,hf,plot]'
 	@touch $@
 
 test: lint ## Lint, then the fast tests (ARGS: more arguments for pytest)

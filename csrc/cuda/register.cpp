@@ -12,7 +12,8 @@ extern "C" __attribute__((visibility("default"))) int nf4tensor_register_cuda() 
 // Mapping and most blocks of dequantize from now on (see kernels.h).
 extern "C" __attribute__((visibility("default"))) void nf4tensor_tune_dequantize(
     int mapping, int64_t max_blocks) {
-  nf4tensor::cuda::SetDequantizeTuning({static_cast<nf4tensor::cuda::Mapping>(mapping), max_blocks});
+  nf4tensor::cuda::SetDequantizeTuning(
+      {static_cast<nf4tensor::cuda::Mapping>(mapping), max_blocks});
 }
 
 // Most inputs of a fused product from now on; below zero: as many as are faster so.

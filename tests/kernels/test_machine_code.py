@@ -20,7 +20,7 @@ from tests.kernels.machine_code import (
 )
 
 # How many a kernel of 256 threads may have at full or at half occupancy, roughly.
-MAX_REGISTERS = {"dequantize": 48, "quantize": 64, "linear": 128}
+MAX_REGISTERS = {"dequantize": 48, "quantize": 64, "linear": 176}
 # The arguments of kernels, as csrc/common and csrc/cuda/kernels.h count them.
 DIRECT, PAIR, STAGED = 1, 2, 3
 GROUP = 32  # weights that a thread of dequantize decodes at once
@@ -33,6 +33,15 @@ DEQUANTIZE_LIMITS = {
     ("Dequantize16", PAIR, 0): (8.3, 7.1),
     ("Dequantize32", DIRECT, 1): (6.0, 5.6),
     ("Dequantize32", PAIR, 1): (6.6, 6.4),
+}
+# By tiles of eight inputs and pieces of eight columns of a lane: registers, and instructions a
+# weight up to sm_90, and since sm_100. Two blocks have 128 registers a thread, one has twice that.
+LINEAR_LIMITS = {
+    (1, 8): (128, 4.6, 4.4),
+    (2, 8): (128, 4.8, 4.6),
+    (4, 4): (128, 6.7, 6.5),
+    (8, 4): (176, 7.7, 7.4),
+    (1, 2): (128, 8.1, 8.1),
 }
 
 pytestmark = [
@@ -104,3 +113,33 @@ def test_dequantize_never_fuses_a_rounding_away(kernels_of, architecture):
     for kernel in kernels_of("dequantize", architecture):
         opcodes = {instruction.opcode for instruction in kernel.instructions}
         assert not opcodes & {"FFMA", "FFMA2"}, kernel.name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_linear_takes_few_instructions(kernels_of, architecture):
+    seen = set()
+    for kernel in kernels_of("linear", architecture):
+        num_tiles, num_pieces = kernel.arguments[-2:]
+        max_registers, *limits = LINEAR_LIMITS[num_tiles, num_pieces]
+        num_weights = 2 * 8 * num_pieces  # of a lane, in two rows
+        text = f"{kernel.name}: {kernel.registers} registers, {len(kernel.body)} in the loop"
+        assert kernel.registers <= max_registers, text
+        assert len(kernel.body) / num_weights <= limits[architecture >= 100], text
+        opcodes = {instruction.opcode for instruction in kernel.instructions}
+        assert not opcodes & {"FFMA", "FFMA2"}, kernel.name  # scales and bias round twice
+        seen.add((num_tiles, num_pieces))
+    assert seen == set(LINEAR_LIMITS)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_linear_loads_wide(kernels_of, architecture):
+    for kernel in kernels_of("linear", architecture):
+        num_tiles, num_pieces = kernel.arguments[-2:]
+        if num_pieces != 8:
+            continue
+        width = 32 if architecture >= 100 else 16
+        loads = [num_bytes for num_bytes in kernel.widths("LDG") if num_bytes >= 16]
+        # 32 KB of inputs by 256 threads, to shared memory and back, and the codes of two rows.
+        assert sorted(loads) == [16] * 8 + [width] * (64 // width), kernel.name
+        assert kernel.widths("STS") == [16] * 8, kernel.name
+        assert kernel.widths("LDS") == [16] * 8 * num_tiles, kernel.name

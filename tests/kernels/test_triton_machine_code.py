@@ -209,7 +209,8 @@ def assert_clean(code: Code, most_registers: int) -> None:
 def check_dequantize(launch: Launch, architecture: int, case: str, folder: Path) -> None:
     _, dtype, most_instructions, stores = DEQUANTIZE[case]
     code = machine_code(launch, architecture, folder)
-    assert_clean(code, most_registers=48)
+    # A processor of 8.6 holds 16 blocks at most: these have 64 registers a thread to spend.
+    assert_clean(code, most_registers=64 if architecture == 86 else 48)
     assert len(code.instructions) <= most_instructions * weights_of_a_thread(launch)
     assert code.modifiers("STG") == {stores}
     # Whole lines of 128 bytes, and so whole sectors.

@@ -83,10 +83,10 @@ def test_products(dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_inputs", [1, 2, 16, 17, 32, 33])
+@pytest.mark.parametrize("num_inputs", [1, 16, 17, 32, 33])
 def test_products_around_every_border(num_inputs, dtype):
-    for width in (1, 16, 63, 64, 65, 511, 512, 513, 1100, 2048):
-        for num_rows in (1, 15, 16, 17, 33):
+    for width in (1, 16, 63, 64, 65, 511, 512, 513, 1100):
+        for num_rows in (1, 16, 17):
             check_products(num_inputs, num_rows, width, dtype)
 
 
