@@ -1,7 +1,7 @@
 """What the kernels are run with, for the tests that ask for it."""
 
 import os
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -31,17 +31,21 @@ def threads(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(scope="session")
-def compiled_calls(tmp_path_factory: pytest.TempPathFactory):
-    """Each op's CUDA kernels for an architecture, compiled when first asked for."""
-    recorder = cache(lambda: Recorder(tmp_path_factory.mktemp("launches")))
+def compiled_calls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """The CUDA kernels that the session's tests ask for; compilers run while tests do."""
     folder = tmp_path_factory.mktemp("ptx")
-    return cache(lambda op, capability: Calls(op, capability, recorder(), folder))
+    specs = (getattr(item, "callspec", None) for item in request.session.items)
+    params = (spec.params for spec in specs if spec is not None)
+    wanted = dict.fromkeys(choice["calls"] for choice in params if "calls" in choice)
+    with ThreadPoolExecutor(2) as pool:
+        recorder = pool.submit(Recorder, folder)
+        yield {kernels: pool.submit(Calls, *kernels, recorder, folder) for kernels in wanted}
 
 
 @pytest.fixture
 def calls(request: pytest.FixtureRequest, compiled_calls) -> Calls:
     """The kernels of an op and an architecture, which `kernels_of` of ptx/calls.py chooses."""
-    return compiled_calls(*request.param)
+    return compiled_calls[request.param].result()
 
 
 @pytest.fixture

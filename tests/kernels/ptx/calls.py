@@ -6,6 +6,7 @@ exactly its bytes, and read only where it is an input.
 
 import math
 from collections import Counter
+from concurrent.futures import Future
 from ctypes import c_int64, c_uint64
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +49,14 @@ class Calls:
     Args:
         op: A file of csrc/cuda.
         capability: The architecture, 90 for 9.0.
-        recorder: What the launch functions are in.
+        recorder: What the launch functions are in, once it is built.
         folder: For the compiler's output.
     """
 
-    def __init__(self, op: str, capability: int, recorder: Recorder, folder: Path):
-        self.capability, self.recorder = capability, recorder
+    def __init__(self, op: str, capability: int, recorder: Future[Recorder], folder: Path):
+        self.capability = capability
         self.module = compile_ptx(ROOT / f"csrc/cuda/{op}.cu", folder, capability)
+        self.recorder = recorder.result()
         self.turns: Counter[str] = Counter()
 
     def is_due(self, call: Call, most: float = math.inf) -> bool:

@@ -181,6 +181,14 @@ def test_some_blocks_of_a_launch_and_a_window_of_a_huge_array():
         Execution(Module(TEXT), launch, memory, range(19, 21)).run()
 
 
+def test_shared_memory_of_a_module_is_of_the_kernels_that_use_it():
+    both = TEXT.replace("store(", "other(").split(".address_size 64")[1]
+    text = TEXT.replace(".visible", f"{SHARED} .visible") + both
+    module = Module(text.replace("ret;", "st.shared.u32 [pool], 1; ret;", 1))
+    assert module.kernels["store"].shared.offsets == {"pool": 0}
+    assert not module.kernels["other"].shared.offsets
+
+
 def test_what_is_read_only_stays_so():
     memory = Memory()
     place = memory.place("weight", np.zeros(1, np.uint32)).address.to_bytes(8, "little")
