@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 CPP := $(shell find csrc -type f)
-CPP_BESIDE := $(shell find tests benchmarks -name '*.cpp' -o -name '*.h')
+CPP_BESIDE := $(shell find tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 ARGS ?=
 RESULTS ?= benchmarks/results
 

@@ -118,3 +118,37 @@ def test_build_needs_no_torch():
     """An open torch range in the build requirements would download gigabytes into the build."""
     build_system = (SOURCE / "pyproject.toml").read_text().split("[project]")[0]
     assert 'requires = ["scikit-build-core>=0.10"]' in build_system
+
+
+def configure(sources: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    command = ["cmake", "-S", sources, "-B", folder]
+    return subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+needs_cmake = pytest.mark.skipif(
+    shutil.which("cmake") is None, reason="no cmake (pip brings its own)"
+)
+
+
+@needs_cmake
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("maybe", "NF4TENSOR_CUDA is maybe, expected OFF, ON or AUTO"),
+        ("ON", "NF4TENSOR_CUDA is ON, but no nvcc was found that works"),
+    ],
+)
+def test_cuda_that_cannot_be_had_fails_the_build(sources, tmp_path, value, words):
+    result = configure(sources, tmp_path, NF4TENSOR_CUDA=value, CUDACXX=NO_COMPILER["CXX"])
+    assert result.returncode != 0
+    assert words in " ".join(result.stderr.split())
+
+
+@needs_cmake
+@pytest.mark.parametrize("value", ["OFF", "AUTO"])
+def test_a_build_needs_no_nvcc(sources, tmp_path, value):
+    result = configure(sources, tmp_path, NF4TENSOR_CUDA=value, CUDACXX=NO_COMPILER["CXX"])
+    assert result.returncode == 0, result.stderr
+    assert "CUDA kernels for" not in result.stdout
