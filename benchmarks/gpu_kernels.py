@@ -32,8 +32,8 @@ LEAST_SECONDS = 3.0  # for the products of one number of rows
 
 def mappings(check) -> str | None:
     """Time the store mappings of dequantize, and caps on its grid, against each other."""
-    choose = getattr(native, "tune_dequantize", None)
-    if check.device == "cpu" or choose is None:
+    choose = native.tune_dequantize
+    if check.device == "cpu":
         return "no store mappings to choose from: only CUDA's dequantize has them"
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for shape in QUICK_SHAPES if check.quick else SHAPES:
@@ -188,7 +188,7 @@ def race_products(check, sets: Sets, rows: int, layers: dict[str, Callable]):
     """Race the products of one number of rows, each checked first."""
     dense = sets.outs[0]
     input = torch.randn(rows, dense.shape[1], dtype=dense.dtype, device=check.device)
-    choose = getattr(native, "fuse_linear", lambda fused: None)
+    choose = (lambda fused: None) if check.device == "cpu" else native.fuse_linear
 
     def ours(fused: int | None, number: int) -> torch.Tensor:
         choose(fused)

@@ -161,13 +161,13 @@ class Check:
     def choices(self, name: str, values: tuple) -> Iterator[object]:
         """Choose the default kernel and then others, by a function of `native`; yield each value.
 
-        None is the default. On the CPU, or where `native` lacks the function, it is all there is.
+        None is the default, and all there is on the CPU.
         """
         from nf4tensor.errors import NF4TensorError
         from nf4tensor.kernels import native
 
-        choose = getattr(native, name, None)
-        if self.device == "cpu" or choose is None:
+        choose = getattr(native, name)
+        if self.device == "cpu":
             yield None
             return
         try:
