@@ -3,7 +3,6 @@
 // classes of errors, before a graph is traced.
 #pragma once
 
-#include <algorithm>
 #include <vector>
 
 #include "common/dtype.h"
@@ -121,31 +120,6 @@ inline void CheckFloatDtype(int32_t dtype, const char* name) {
   if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16() &&
       dtype != aoti_torch_dtype_float16()) {
     Refuse(name, " has elements of dtype code ", dtype, ", expected float32, bfloat16 or float16");
-  }
-}
-
-// The leading sizes of a product, by torch's rules of broadcasting.
-inline std::vector<int64_t> Broadcast(const std::vector<int64_t>& a,
-                                      const std::vector<int64_t>& b) {
-  std::vector<int64_t> sizes(std::max(a.size(), b.size()));
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const int64_t left = i < a.size() ? a[a.size() - 1 - i] : 1;
-    const int64_t right = i < b.size() ? b[b.size() - 1 - i] : 1;
-    if (left != right && left != 1 && right != 1) {
-      Refuse("input and record have leading sizes ", left, " and ", right,
-             " that do not broadcast");
-    }
-    sizes[sizes.size() - 1 - i] = left == 1 ? right : left;
-  }
-  return sizes;
-}
-
-inline void CheckBias(const Tensor& bias, int64_t num_rows, const Tensor& input,
-                      const Device& device) {
-  CheckedLead(bias, "bias", num_rows, device);
-  if (bias.dtype() != input.dtype() || bias.numel() != num_rows) {
-    Refuse("bias has ", bias.numel(), " elements of dtype code ", bias.dtype(), ", expected ",
-           num_rows, " of the input's dtype code ", input.dtype());
   }
 }
 

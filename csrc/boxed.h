@@ -28,26 +28,30 @@ template <typename Backend>
 struct Boxed {
   static void Quantize(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor weight(stack[0]);
-    stack[0] = nf4tensor::Quantize<Backend>(weight, CheckedSpec(stack + kSpecArgument)).Release();
+    stack[0] =
+        nf4tensor::Quantize(Backend(weight, "weight"), weight, CheckedSpec(stack + kSpecArgument))
+            .Release();
   }
 
   static void QuantizeInto(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor weight(stack[0]);
     const Tensor record(stack[kLastArgument]);
-    nf4tensor::QuantizeInto<Backend>(weight, CheckedSpec(stack + kSpecArgument), record);
+    nf4tensor::QuantizeInto(Backend(record, "record"), weight, CheckedSpec(stack + kSpecArgument),
+                            record);
   }
 
   static void Dequantize(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor record(stack[0]);
     const int32_t dtype = static_cast<int32_t>(stack[kLastArgument]);
     const RecordSpec spec = CheckedSpec(stack + kSpecArgument);
-    stack[0] = nf4tensor::Dequantize<Backend>(record, spec, dtype).Release();
+    stack[0] = nf4tensor::Dequantize(Backend(record, "record"), record, spec, dtype).Release();
   }
 
   static void DequantizeInto(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor record(stack[0]);
     const Tensor out(stack[kLastArgument]);
-    nf4tensor::DequantizeInto<Backend>(record, CheckedSpec(stack + kSpecArgument), out);
+    nf4tensor::DequantizeInto(Backend(record, "record"), record, CheckedSpec(stack + kSpecArgument),
+                              out);
   }
 
   static void Linear(StableIValue* stack, uint64_t, uint64_t) {

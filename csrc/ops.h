@@ -23,30 +23,31 @@ bool IsInPlace(const Tensor& record) {
 
 // record: uint8 [*lead, pitch]; out: [*lead, in_features] of a float dtype.
 template <typename Backend>
-void DequantizeInto(const Tensor& record, const RecordSpec& spec, const Tensor& out);
+void DequantizeInto(const Backend& backend, const Tensor& record, const RecordSpec& spec,
+                    const Tensor& out);
 
 // record: uint8 [*lead, pitch]. Returns a weight [*lead, in_features] of the dtype.
 template <typename Backend>
-Tensor Dequantize(const Tensor& record, const RecordSpec& spec, int32_t dtype) {
-  const Backend backend(record, "record");
+Tensor Dequantize(const Backend& backend, const Tensor& record, const RecordSpec& spec,
+                  int32_t dtype) {
   CheckFloatDtype(dtype, "out");
   std::vector<int64_t> sizes = CheckedLead(record, "record", spec.pitch(), backend.device());
   sizes.push_back(spec.in_features);
   Tensor out = record.NewEmpty(sizes, dtype);
-  DequantizeInto<Backend>(record, spec, out);
+  DequantizeInto(backend, record, spec, out);
   return out;
 }
 
 template <typename Backend>
-void DequantizeInto(const Tensor& record, const RecordSpec& spec, const Tensor& out) {
-  const Backend backend(record, "record");
+void DequantizeInto(const Backend& backend, const Tensor& record, const RecordSpec& spec,
+                    const Tensor& out) {
   const std::vector<int64_t> lead = CheckedLead(record, "record", spec.pitch(), backend.device());
   CheckRecordDtype(record);
   CheckFloatDtype(out.dtype(), "out");
   CheckSameLead(lead, CheckedLead(out, "out", spec.in_features, backend.device()), "out");
   if (record.numel() == 0) return;
-  if (!IsInPlace<Backend>(record)) return DequantizeInto<Backend>(record.Clone(), spec, out);
-  if (!out.is_contiguous()) return out.CopyFrom(Dequantize<Backend>(record, spec, out.dtype()));
+  if (!IsInPlace<Backend>(record)) return DequantizeInto(backend, record.Clone(), spec, out);
+  if (!out.is_contiguous()) return out.CopyFrom(Dequantize(backend, record, spec, out.dtype()));
   CheckNoOverlap(out, "out", record, "record");
   backend.Dequantize(spec, DTypeOf(out.dtype()), record.numel() / spec.pitch(), record.bytes(),
                      out.bytes());
@@ -66,10 +67,9 @@ inline std::vector<int64_t> CheckedWeight(const Tensor& weight, const RecordSpec
 
 // weight: [*lead, in_features] of a float dtype. Returns a record [*lead, pitch].
 template <typename Backend>
-Tensor Quantize(const Tensor& weight, const RecordSpec& spec) {
-  const Backend backend(weight, "weight");
+Tensor Quantize(const Backend& backend, const Tensor& weight, const RecordSpec& spec) {
   std::vector<int64_t> sizes = CheckedWeight(weight, spec, backend.device());
-  if (!weight.is_contiguous()) return Quantize<Backend>(weight.Clone(), spec);
+  if (!weight.is_contiguous()) return Quantize(backend, weight.Clone(), spec);
   sizes.push_back(spec.pitch());
   Tensor record = weight.NewEmpty(sizes, aoti_torch_dtype_uint8());
   if (record.numel() > 0) {
@@ -81,16 +81,16 @@ Tensor Quantize(const Tensor& weight, const RecordSpec& spec) {
 
 // record: uint8 [*lead, pitch]; every byte of it but the phases is written.
 template <typename Backend>
-void QuantizeInto(const Tensor& weight, const RecordSpec& spec, const Tensor& record) {
-  const Backend backend(record, "record");
+void QuantizeInto(const Backend& backend, const Tensor& weight, const RecordSpec& spec,
+                  const Tensor& record) {
   const std::vector<int64_t> lead = CheckedLead(record, "record", spec.pitch(), backend.device());
   CheckRecordDtype(record);
   CheckSameLead(lead, CheckedWeight(weight, spec, backend.device()), "weight");
   if (record.numel() == 0) return;
-  if (!weight.is_contiguous()) return QuantizeInto<Backend>(weight.Clone(), spec, record);
+  if (!weight.is_contiguous()) return QuantizeInto(backend, weight.Clone(), spec, record);
   if (!IsInPlace<Backend>(record)) {
     const Tensor rows = record.Clone();
-    QuantizeInto<Backend>(weight, spec, rows);
+    QuantizeInto(backend, weight, spec, rows);
     return record.CopyFrom(rows);
   }
   CheckNoOverlap(record, "record", weight, "weight");

@@ -3,17 +3,10 @@
 
 #include "cpu/backend.h"
 #include "cpu/products.h"
+#include "operands.h"
 
 namespace nf4tensor::cpu {
 namespace {
-
-using Sizes = std::vector<int64_t>;
-
-int64_t Product(const Sizes& sizes) {
-  int64_t product = 1;
-  for (const int64_t size : sizes) product *= size;
-  return product;
-}
 
 // Where the matrix of a stack lies that an index into the broadcast leading sizes `all` stands for,
 // in elements. A stack may be expanded or strided; its matrices are contiguous.
@@ -40,46 +33,6 @@ bool HasContiguousMatrices(const Tensor& tensor) {
     expected *= sizes[dim];
   }
   return true;
-}
-
-// The operands of a product, checked: input [*lead, num_inputs, num_from], or [num_from], and
-// record [*lead, num_rows, pitch].
-struct Operands {
-  Sizes input_lead;
-  Sizes record_lead;
-  Sizes lead;
-  int64_t num_inputs;
-  int64_t num_rows;
-  Sizes output_sizes;
-};
-
-Operands CheckedOperands(const Tensor& input, const Tensor& record, const RecordSpec& spec,
-                         bool is_transposed) {
-  Operands found;
-  found.record_lead = CheckedLead(record, "record", spec.pitch(), Backend::device());
-  CheckRecordDtype(record);
-  CheckFloatDtype(input.dtype(), "input");
-  if (found.record_lead.empty()) Refuse("record has one dimension, expected two or more");
-  found.num_rows = found.record_lead.back();
-  found.record_lead.pop_back();
-  const int64_t num_from = is_transposed ? spec.in_features : found.num_rows;
-  const int64_t num_to = is_transposed ? found.num_rows : spec.in_features;
-
-  found.input_lead = CheckedLead(input, "input", num_from, Backend::device());
-  found.output_sizes = found.input_lead;
-  if (found.record_lead.empty()) {  // the matrices of a stack of inputs are one
-    found.num_inputs = Product(found.input_lead);
-    found.input_lead.clear();
-  } else {
-    const bool is_vector = found.input_lead.empty();
-    found.num_inputs = is_vector ? 1 : found.input_lead.back();
-    if (!is_vector) found.input_lead.pop_back();
-    found.lead = Broadcast(found.input_lead, found.record_lead);
-    found.output_sizes = found.lead;
-    if (!is_vector) found.output_sizes.push_back(found.num_inputs);
-  }
-  found.output_sizes.push_back(num_to);
-  return found;
 }
 
 // Whether inputs need no copy. One matrix of many leading sizes must be contiguous as a whole.
@@ -113,7 +66,7 @@ Tensor ForEachMatrix(const Operands& operands, const Tensor& input, const Tensor
 
 Tensor Backend::Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
                        const Tensor* bias) {
-  const Operands operands = CheckedOperands(input, record, spec, /*is_transposed=*/true);
+  const Operands operands = CheckedOperands(input, record, spec, device(), /*is_transposed=*/true);
   if (bias != nullptr) {
     CheckBias(*bias, operands.num_rows, input, device());
     if (!bias->is_contiguous()) {
@@ -131,7 +84,7 @@ Tensor Backend::Linear(const Tensor& input, const Tensor& record, const RecordSp
 }
 
 Tensor Backend::Matmul(const Tensor& input, const Tensor& record, const RecordSpec& spec) {
-  const Operands operands = CheckedOperands(input, record, spec, /*is_transposed=*/false);
+  const Operands operands = CheckedOperands(input, record, spec, device(), /*is_transposed=*/false);
   if (!IsReadable(input, operands)) return Matmul(input.Clone(), record, spec);
   if (!HasContiguousMatrices(record)) return Matmul(input, record.Clone(), spec);
   return ForEachMatrix(operands, input, record, spec,

@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include "operands.h"
 #include "ops.h"
 
 namespace nf4tensor::cuda {
@@ -42,24 +43,6 @@ Stream CurrentStream(int32_t index) {
 
 #endif
 
-// Checks the operands of a product with W.T, or with W. Returns the leading
-// sizes of the record: those of a stack, and the rows.
-std::vector<int64_t> CheckedProduct(const Backend& backend, const Tensor& input,
-                                    const Tensor& record, const RecordSpec& spec,
-                                    bool is_transposed) {
-  const std::vector<int64_t> lead = CheckedLead(record, "record", spec.pitch(), backend.device());
-  CheckRecordDtype(record);
-  CheckFloatDtype(input.dtype(), "input");
-  if (lead.empty()) Refuse("record has one dimension, expected two or more");
-  const int64_t num_from = is_transposed ? spec.in_features : lead.back();
-  std::vector<int64_t> input_lead = CheckedLead(input, "input", num_from, backend.device());
-  if (lead.size() > 1) {
-    if (!input_lead.empty()) input_lead.pop_back();
-    Broadcast(input_lead, {lead.begin(), lead.end() - 1});
-  }
-  return lead;
-}
-
 StableIValue Optional(const Tensor* tensor) {
   if (tensor == nullptr) return 0;
   const auto* const value = new StableIValue(tensor->Alias().Release());  // torch deletes it
@@ -96,23 +79,19 @@ Backend::~Backend() {
 Tensor Backend::Linear(const Tensor& input, const Tensor& record, const RecordSpec& spec,
                        const Tensor* bias) {
   const Backend backend(record, "record");
-  const std::vector<int64_t> lead =
-      CheckedProduct(backend, input, record, spec, /*is_transposed=*/true);
-  const int64_t num_rows = lead.back();
-  if (bias != nullptr) CheckBias(*bias, num_rows, input, backend.device());
+  const Operands operands =
+      CheckedOperands(input, record, spec, backend.device(), /*is_transposed=*/true);
+  if (bias != nullptr) CheckBias(*bias, operands.num_rows, input, backend.device());
 
-  const int64_t num_inputs = input.numel() / spec.in_features;
-  const int64_t most = MaxFusedInputs(spec, num_rows);
-  if (lead.size() == 1 && num_inputs > 0 && num_rows > 0 && num_inputs <= most &&
-      input.is_contiguous() && record.is_contiguous() &&
-      (bias == nullptr || bias->is_contiguous())) {
-    std::vector<int64_t> sizes = input.sizes();
-    sizes.back() = num_rows;
-    Tensor output = input.NewEmpty(sizes, input.dtype());
+  const bool is_readable =
+      input.is_contiguous() && record.is_contiguous() && (bias == nullptr || bias->is_contiguous());
+  if (operands.record_lead.empty() && operands.num_inputs > 0 && operands.num_rows > 0 &&
+      is_readable && operands.num_inputs <= MaxFusedInputs(spec, operands.num_rows)) {
+    Tensor output = input.NewEmpty(operands.output_sizes, input.dtype());
     const LinearCall call{spec,
                           DTypeOf(input.dtype()),
-                          num_rows,
-                          num_inputs,
+                          operands.num_rows,
+                          operands.num_inputs,
                           record.bytes(),
                           input.bytes(),
                           bias == nullptr ? nullptr : bias->bytes(),
@@ -122,15 +101,15 @@ Tensor Backend::Linear(const Tensor& input, const Tensor& record, const RecordSp
       return output;
     }
   }
-  return MultiplyByTransposed(input, nf4tensor::Dequantize<Backend>(record, spec, input.dtype()),
+  return MultiplyByTransposed(input, nf4tensor::Dequantize(backend, record, spec, input.dtype()),
                               bias);
 }
 
 Tensor Backend::Matmul(const Tensor& input, const Tensor& record, const RecordSpec& spec) {
   const Backend backend(record, "record");
-  CheckedProduct(backend, input, record, spec, /*is_transposed=*/false);
+  CheckedOperands(input, record, spec, backend.device(), /*is_transposed=*/false);
   const NoGrad no_grad;
-  Tensor weight = nf4tensor::Dequantize<Backend>(record, spec, input.dtype());
+  Tensor weight = nf4tensor::Dequantize(backend, record, spec, input.dtype());
   return Call("aten::matmul", "", {input.Alias().Release(), weight.Release()});
 }
 

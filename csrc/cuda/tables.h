@@ -45,13 +45,6 @@ __device__ __forceinline__ Table MakeTable(const Codebook& codebook, float scale
   return table;
 }
 
-// The same for a codebook that the kernel knows.
-template <DType kDType, QuantType kQuantType>
-__device__ __forceinline__ Table MakeTable(float scale) {
-  constexpr Codebook kCodebook = MakeCodebook(kQuantType);
-  return MakeTable<kDType>(kCodebook, scale);
-}
-
 // Eight codes, as a record has them, to eight weights in order, two a word.
 __device__ __forceinline__ void DecodeWord(const Table& table, uint32_t codes,
                                            uint32_t (&weights)[4]) {

@@ -32,7 +32,6 @@ from nf4tensor.kernels.schema import (
 )
 
 BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
-_GPUS = "CUDA or ROCm"  # torch calls both devices "cuda"
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,13 @@ def register_backends() -> None:
     _register_cuda(backend)
     _register_triton_or_reference("xpu", _why_not_triton(backend, torch.version.xpu, "XPU"))
     if backend == "triton" and not any(choice.backend == "triton" for choice in _choices):
-        why = _why_not_triton(backend, torch.version.cuda or torch.version.hip, _GPUS)
+        why = next(choice.reason for choice in _choices if choice.device == "cuda")
         raise NF4TensorError(f"NF4TENSOR_BACKEND is triton, but Triton cannot be used: {why}")
-    _choices.extend(
-        Choice(name, "other", "reference", "no kernel for other devices") for name in _REFERENCE
-    )
+    _choose("other", "reference", "no kernel for other devices")
+
+
+def _choose(device: str, backend: str, reason: str) -> None:
+    _choices.extend(Choice(name, device, backend, reason) for name in _REFERENCE)
 
 
 def _register_cpu(backend: str) -> None:
@@ -95,13 +96,12 @@ def _register_cpu(backend: str) -> None:
             raise NF4TensorError(
                 f"NF4TENSOR_BACKEND is cpu, but the compiled library cannot be used: {reason}"
             )
-        _choices.extend(Choice(name, "cpu", "reference", reason) for name in _REFERENCE)
+        _choose("cpu", "reference", reason)
         return
     native.register("cpu")
     if forced_isa := os.environ.get("NF4TENSOR_ISA"):
         native.use_isa(forced_isa)
-    why = f"compiled library, {native.isa()}"
-    _choices.extend(Choice(name, "cpu", "cpu", why) for name in _REFERENCE)
+    _choose("cpu", "cpu", f"compiled library, {native.isa()}")
 
 
 def _register_cuda(backend: str) -> None:
@@ -109,14 +109,15 @@ def _register_cuda(backend: str) -> None:
     reason = reason or native.cuda_unavailable_because()
     if reason is None:
         native.register("cuda")
-        _choices.extend(Choice(name, "cuda", "cuda", "compiled library") for name in _REFERENCE)
+        _choose("cuda", "cuda", "compiled library")
         return
     if backend == "cuda":
         raise NF4TensorError(
             f"NF4TENSOR_BACKEND is cuda, but the compiled kernels cannot be used: {reason}"
         )
-    version = torch.version.cuda or torch.version.hip
-    _register_triton_or_reference("cuda", _why_not_triton(backend, version, _GPUS), f"; {reason}")
+    version = torch.version.cuda or torch.version.hip  # torch calls both devices "cuda"
+    why_not = _why_not_triton(backend, version, "CUDA or ROCm")
+    _register_triton_or_reference("cuda", why_not, f"; {reason}")
 
 
 def _why_not_triton(backend: str, version: str | None, platform: str) -> str | None:
