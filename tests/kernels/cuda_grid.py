@@ -6,7 +6,6 @@ seed of the order of threads; it prints `<op>: <number> comparisons`, and ends w
 difference. No torch here.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.kernels.native_grid import HERE, ROOT, Toolchain
@@ -14,7 +13,8 @@ from tests.kernels.native_grid import HERE, ROOT, Toolchain
 EMULATOR = Toolchain(
     flags=("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 )
-FLAGS = ("-DNF4TENSOR_EMULATE", "-Wno-unknown-pragmas", f"-I{HERE / 'emulation'}")
+EMULATION = f"-I{HERE / 'emulation'}"
+FLAGS = ("-DNF4TENSOR_EMULATE", "-Wno-unknown-pragmas", EMULATION, "-x", "c++")
 
 
 def ops() -> list[str]:
@@ -29,9 +29,5 @@ def build(op: str, folder: Path) -> Path:
         HERE / f"cuda_grid_{op}.cpp",
         ROOT / "csrc/cpu/scalar.cpp",
     )
-    with ThreadPoolExecutor(2) as pool:
-        objects = [
-            pool.submit(EMULATOR.compile, source, (), folder, *FLAGS, "-x", "c++")
-            for source in sources
-        ]
-    return EMULATOR.link([future.result() for future in objects], folder / f"cuda_grid_{op}")
+    objects = EMULATOR.compile_all(sources, folder, *FLAGS)
+    return EMULATOR.link(objects, folder / f"cuda_grid_{op}")

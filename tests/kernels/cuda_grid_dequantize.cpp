@@ -15,6 +15,7 @@
 
 #include "cpu/kernels.h"
 #include "cuda/device.h"
+#include "cuda_grid_arguments.h"
 #include "native_grid_compare.h"
 #include "native_grid_memory.h"
 #include "native_grid_values.h"
@@ -222,11 +223,5 @@ int Run(int64_t stride, uint64_t seed) {
 }  // namespace nf4tensor
 
 int main(int num_arguments, char** arguments) {
-  const long stride = num_arguments > 1 ? std::strtol(arguments[1], nullptr, 10) : 1;
-  const long seed = num_arguments > 2 ? std::strtol(arguments[2], nullptr, 10) : 0;
-  if (num_arguments > 3 || stride < 1) {
-    std::fprintf(stderr, "usage: cuda_grid_dequantize [STRIDE [SEED]]\n");
-    return 2;
-  }
-  return nf4tensor::Run(stride, static_cast<uint64_t>(seed));
+  return nf4tensor::RunWithArguments("dequantize", num_arguments, arguments, nf4tensor::Run);
 }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cuda/device.h"
+#include "cuda_grid_arguments.h"
 #include "native_grid_compare.h"
 #include "native_grid_memory.h"
 #include "native_grid_values.h"
@@ -279,14 +280,11 @@ class Grid {
 }  // namespace nf4tensor
 
 int main(int num_arguments, char** arguments) {
-  const long stride = num_arguments > 1 ? std::strtol(arguments[1], nullptr, 10) : 1;
-  const long seed = num_arguments > 2 ? std::strtol(arguments[2], nullptr, 10) : 0;
-  if (num_arguments > 3 || stride < 1 || seed < 0) {
-    std::fprintf(stderr, "usage: cuda_grid_linear [STRIDE [SEED]]\n");
-    return 2;
-  }
-  nf4tensor::Grid grid(stride, static_cast<uint32_t>(seed));
-  grid.TestAll();
-  std::printf("linear: %" PRId64 " comparisons\n", grid.num_comparisons());
-  return 0;
+  const auto run = [](int64_t stride, uint32_t seed) {
+    nf4tensor::Grid grid(stride, seed);
+    grid.TestAll();
+    std::printf("linear: %" PRId64 " comparisons\n", grid.num_comparisons());
+    return 0;
+  };
+  return nf4tensor::RunWithArguments("linear", num_arguments, arguments, run);
 }

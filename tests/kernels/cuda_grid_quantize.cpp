@@ -18,6 +18,7 @@
 #include "cpu/kernels.h"
 #include "cuda/encode.h"
 #include "cuda/kernels.h"
+#include "cuda_grid_arguments.h"
 #include "native_grid_compare.h"
 #include "native_grid_memory.h"
 #include "native_grid_values.h"
@@ -182,11 +183,5 @@ int Run(int64_t stride, uint32_t seed) {
 }  // namespace nf4tensor
 
 int main(int num_arguments, char** arguments) {
-  const long stride = num_arguments > 1 ? std::strtol(arguments[1], nullptr, 10) : 1;
-  const long seed = num_arguments > 2 ? std::strtol(arguments[2], nullptr, 10) : 0;
-  if (num_arguments > 3 || stride < 1) {
-    std::fprintf(stderr, "usage: cuda_grid_quantize [STRIDE [SEED]]\n");
-    return 2;
-  }
-  return nf4tensor::Run(stride, static_cast<uint32_t>(seed));
+  return nf4tensor::RunWithArguments("quantize", num_arguments, arguments, nf4tensor::Run);
 }

@@ -9,42 +9,25 @@ test_cuda_ops.py.
 
 import ctypes
 import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.kernels.native_grid import FLAGS, HERE, ROOT, BuildError
+from tests.kernels.cuda_grid import FLAGS
+from tests.kernels.native_grid import ROOT, Toolchain, call
 
-COMPILER = os.environ.get("CXX", "c++")
+LIBRARY = Toolchain(flags=("-O1", "-shared"))
 SOURCES = ("register.cpp", "backend.cpp", "dequantize.cu", "quantize.cu", "linear.cu")
 
 
 def build(folder: Path) -> Path:
     """Compile the library; torch's own is beside it as an empty one, as in CMakeLists.txt."""
-    flags = [*FLAGS, "-O1", "-Wno-unknown-pragmas", "-DNF4TENSOR_EMULATE"]
-    includes = [f"-I{ROOT / 'csrc'}", f"-I{HERE / 'emulation'}"]
-
-    def compile_one(name: str) -> str:
-        to = str(folder / f"{name}.o")
-        source = str(ROOT / "csrc/cuda" / name)
-        _call([COMPILER, *flags, *includes, "-c", "-x", "c++", source, "-o", to])
-        return to
-
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, SOURCES))
-    torch_cpu, library = str(folder / "libtorch_cpu.so"), str(folder / "emulated_cuda.so")
-    _call(
-        [COMPILER, "-shared", "-Wl,-soname,libtorch_cpu.so", "-xc++", "/dev/null", "-o", torch_cpu]
-    )
-    _call([COMPILER, "-shared", *objects, "-Wl,--no-as-needed", torch_cpu, "-o", library])
-    return Path(library)
-
-
-def _call(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise BuildError(f"{' '.join(command)}\n{result.stderr}")
+    torch_cpu = folder / "libtorch_cpu.so"
+    named = (f"-Wl,-soname,{torch_cpu.name}", "-xc++", "/dev/null", "-o", str(torch_cpu))
+    call([LIBRARY.compiler, "-shared", *named])
+    sources = [ROOT / "csrc/cuda" / name for name in SOURCES]
+    objects = LIBRARY.compile_all(sources, folder, *FLAGS)
+    needed = Toolchain(flags=(*LIBRARY.flags, "-Wl,--no-as-needed"))
+    return needed.link([*objects, torch_cpu], folder / "emulated_cuda.so")
 
 
 def main(library: str, *arguments: str) -> int:

@@ -75,8 +75,13 @@ class Toolchain:
 
     def link(self, objects: Sequence[Path], program: Path) -> Path:
         """Make a program of object files."""
-        _call([self.compiler, *self.flags, *map(str, objects), "-o", str(program)])
+        call([self.compiler, *self.flags, *map(str, objects), "-o", str(program)])
         return program
+
+    def compile_all(self, sources: Sequence[Path], folder: Path, *flags: str) -> list[Path]:
+        """Compile sources that know of no instruction set, two at a time, to object files."""
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda source: self.compile(source, (), folder, *flags), sources))
 
     def run(self, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run it with an instruction set and, perhaps, a stride."""
@@ -89,7 +94,7 @@ class Toolchain:
         defines = [f"-DNF4TENSOR_{isa.upper()}" for isa in isas]
         includes = [f"-I{ROOT / 'csrc'}", f"-I{HERE}"]
         order = [*FLAGS, *flags, *self.flags, *defines, *includes]
-        _call([self.compiler, *order, "-c", str(source), "-o", str(to)])
+        call([self.compiler, *order, "-c", str(source), "-o", str(to)])
         return to
 
 
@@ -101,7 +106,12 @@ EMULATED = Toolchain(
 AARCH64 = Toolchain("aarch64-linux-gnu-g++", flags=("-static",), runner=("qemu-aarch64",))
 
 
-def _call(command: Sequence[str]) -> None:
+def call(command: Sequence[str]) -> None:
+    """Run a compiler.
+
+    Raises:
+        BuildError: It failed.
+    """
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{result.stderr}")

@@ -14,7 +14,7 @@ import pytest
 from tests.kernels import emulated_cuda
 
 pytestmark = pytest.mark.skipif(
-    shutil.which(emulated_cuda.COMPILER) is None,
+    shutil.which(emulated_cuda.LIBRARY.compiler) is None,
     reason="no C++ compiler (Debian: apt-get install g++)",
 )
 

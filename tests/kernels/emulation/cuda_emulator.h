@@ -45,14 +45,9 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
 using std::max;
 using std::min;
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace nf4tensor::emulator {
 
@@ -363,11 +358,6 @@ T __shfl_sync(unsigned, T value, unsigned lane) {
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, unsigned mask) {
   return nf4tensor::emulator::Shuffle(value, nf4tensor::emulator::state.thread % 32 ^ mask);
-}
-template <typename T>
-T __shfl_down_sync(unsigned, T value, unsigned delta) {
-  const unsigned lane = nf4tensor::emulator::state.thread % 32;
-  return nf4tensor::emulator::Shuffle(value, lane + delta < 32 ? lane + delta : lane);
 }
 
 template <typename T>

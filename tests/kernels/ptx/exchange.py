@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.kernels.ptx.moves import SharedAccess, address_reader
+from tests.kernels.ptx.moves import REDUCTIONS, SharedAccess, address_reader
 from tests.kernels.ptx.opcodes import Bound, Opcode, instruction, vector
 from tests.kernels.ptx.parse import PtxError
 from tests.kernels.ptx.registers import DTYPES, Select, canonical
@@ -128,20 +128,10 @@ def _match(execution: "Execution", opcode: Opcode, operands: Sequence[str]) -> B
     return Bound(run, "warp", execution.registers.reader(operands[2], "u32"))
 
 
-_REDUCE: dict[str, np.ufunc] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
-
-
 @instruction("redux")
 def _redux(execution: "Execution", opcode: Opcode, operands: Sequence[str]) -> Bound:
     opcode.need("sync")
-    operate, kind = _REDUCE[opcode.need(*_REDUCE)], opcode.type()
+    operate, kind = REDUCTIONS[opcode.need(*REDUCTIONS)], opcode.type()
     read = execution.registers.reader(operands[1], kind)
     write = execution.registers.writer(operands[0], kind)
 

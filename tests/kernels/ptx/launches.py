@@ -8,7 +8,6 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,13 +58,9 @@ class Recorder:
 
     def __init__(self, folder: Path):
         kernels = [ROOT / f"csrc/cuda/{op}.cu" for op in machine_code.ops()]
-        flags = (*cuda_grid.FLAGS, "-x", "c++")
-        with ThreadPoolExecutor(2) as pool:
-            objects = [
-                pool.submit(LIBRARY.compile, source, (), folder, *flags)
-                for source in (*kernels, Path(__file__).with_suffix(".cpp"))
-            ]
-        path = LIBRARY.link([future.result() for future in objects], folder / "launches.so")
+        sources = (*kernels, Path(__file__).with_suffix(".cpp"))
+        objects = LIBRARY.compile_all(sources, folder, *cuda_grid.FLAGS)
+        path = LIBRARY.link(objects, folder / "launches.so")
         self._library = ctypes.CDLL(str(path))
 
     @contextmanager

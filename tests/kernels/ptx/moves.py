@@ -162,15 +162,15 @@ def _st(execution: "Execution", opcode: Opcode, operands: Sequence[str]) -> Boun
     return Bound(run)
 
 
-_ATOMIC: dict[str, Callable] = {
+REDUCTIONS: dict[str, Callable] = {
     "add": np.add,
     "min": np.minimum,
     "max": np.maximum,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-    "exch": lambda old, new: new,
 }
+_ATOMIC: dict[str, Callable] = REDUCTIONS | {"exch": lambda old, new: new}
 
 
 @instruction("atom", "red")
