@@ -13,6 +13,11 @@ from typing import Any
 # the day that it goes. Remove when the second form takes inputs of any size.
 FSDP_HOOK_TAKES_MESH_ONLY = True
 
+# The module that `dcp.async_save` copies with: it takes a tensor at any other address for one that
+# is all of its storage, and copies a wrapper as its attributes. Remove when it asks for the class
+# instead (torch.utils._python_dispatch.is_traceable_wrapper_subclass).
+COPIES_WRAPPERS_AT_ADDRESS_0 = "torch.distributed.checkpoint._state_dict_stager"
+
 
 def caller_of_type(*names: str, max_depth: int = 12) -> Any | None:
     """Return the object of one of torch's classes that (indirectly) called this function, or None.

@@ -1,6 +1,6 @@
 """A small LoRA model and its training loop, sharded or not, for the tests of this folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from nf4tensor import NF4Tensor, quantize_
 
 GLOBAL_BATCH = 24
 WIDTH = 96
+LR = 1e-2
 
 
 class LoRALinear(nn.Module):
@@ -64,11 +65,11 @@ def is_base(module: nn.Module, name: str) -> bool:
     return name.endswith("base")
 
 
-def make_model(quantize: bool = True, **options: Any) -> Model:
+def make_model(quantize: bool = True, block_size: int = 64, **options: Any) -> Model:
     """Build the same model on every rank, its base in 4 bits or dense with the same values."""
     torch.manual_seed(1)
     model = Model(**options)
-    quantize_(model, filter_fn=is_base, progress=False)
+    quantize_(model, filter_fn=is_base, progress=False, block_size=block_size)
     for module in model.modules():
         if isinstance(module, LoRALinear):
             module.base.requires_grad_(False)
@@ -85,32 +86,53 @@ def shard(model: Model, **options: Any) -> Model:
     return fully_shard(model, **options)
 
 
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield an endless stream of inputs and targets, the same on every rank."""
+    generator = torch.Generator().manual_seed(2)
+    while True:
+        inputs = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
+        yield inputs, inputs[:, :1].sin() + inputs[:, 1:2]
+
+
 def train(
     model: nn.Module,
     steps: int = 10,
     rank: int = 0,
     world_size: int = 1,
     accumulate: int = 1,
+    max_norm: float | None = 0.5,
+    before_pass: Callable[[nn.Module, bool], None] | None = None,
     after_backward: Callable[[nn.Module], None] | None = None,
 ) -> list[float]:
-    """Train with AdamW on a fixed stream of data and return the global loss of each step."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    generator = torch.Generator().manual_seed(2)
-    losses = []
+    """Train with AdamW on a fixed stream of data and return the global loss of each step.
+
+    Args:
+        model: What to train.
+        steps: How many.
+        rank, world_size: Of the data parallel group that shares each batch.
+        accumulate: Passes before each step.
+        max_norm: Of the gradients, which are clipped to it; None to leave them.
+        before_pass: Called with the model and whether it is the last pass before a step.
+        after_backward: Called with the model before each step.
+    """
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+    losses, data = [], batches()
     for _ in range(steps):
         step_loss = torch.zeros(())
-        for _ in range(accumulate):
-            inputs = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
-            targets = inputs[:, :1].sin() + inputs[:, 1:2]
-            mine = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
-            loss = F.mse_loss(model(inputs[mine]).float(), targets[mine]) / accumulate
+        for turn in range(accumulate):
+            if before_pass is not None:
+                before_pass(model, turn == accumulate - 1)
+            inputs, targets = (part.chunk(world_size)[rank] for part in next(data))
+            loss = F.mse_loss(model(inputs).float(), targets) / accumulate
             loss.backward()
             step_loss += loss.detach()
         if world_size > 1:
             dist.all_reduce(step_loss)
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
         if after_backward is not None:
             after_backward(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trained, max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(step_loss.item() / world_size)
