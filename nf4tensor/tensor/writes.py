@@ -61,6 +61,7 @@ def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     target, indices, values = bound["self"], bound["indices"], bound["values"]
     if not isinstance(target, NF4Tensor):
         return fallback.decode(op, args, kwargs)
+    refuse_cut(target)
     key = tuple(slice(None) if index is None else index for index in indices)
     if target.view_kind != "rows" or _reaches_columns(key, target) or bound["accumulate"]:
         fallback.refuse_write(op)
@@ -87,6 +88,7 @@ def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         write(target, source)
         return target
     _check_same_kind(target, source)
+    refuse_cut(target)
     records = [target.record, source.record]
     if target.view_kind == "flat":
         records = [record.view(-1, target.spec.pitch) for record in records]
@@ -117,7 +119,7 @@ def _check_same_kind(target: NF4Tensor, source: NF4Tensor) -> None:
 
 def _prepare_float_write(what: str, target: NF4Tensor) -> None:
     """Refuse cuts and accumulators, and warn once that a float write loses small changes."""
-    _refuse_cut(target)
+    refuse_cut(target)
     # Not of the empty shard of one rank, where the others' shards are filled.
     if target.new_rows is not None and not target.new_rows.is_filled and target.numel() > 0:
         raise UnsupportedError(
@@ -131,11 +133,16 @@ def _prepare_float_write(what: str, target: NF4Tensor) -> None:
     )
 
 
-def _refuse_cut(target: NF4Tensor) -> None:
+def refuse_cut(target: NF4Tensor) -> None:
+    """Stop a write into a copy of some columns, which nobody would see.
+
+    Raises:
+        UnsupportedError: The target is such a cut.
+    """
     if target.is_cut:
         raise UnsupportedError(
             "writing into a column slice of an NF4Tensor would change a copy: clone() it first, or "
-            "write whole rows"
+            "write whole rows (a checkpoint of column shards loads into the same column shards)"
         )
 
 
@@ -147,7 +154,7 @@ def write(target: NF4Tensor, source: Tensor) -> None:
         UnsupportedError: The target is a cut, a copy that nobody would see changed.
         WeightError: The source has NaN or infinite elements.
     """
-    _refuse_cut(target)
+    refuse_cut(target)
     if _has_shared_rows(target.record):
         raise UnsupportedError(
             "writing into an expanded NF4Tensor, where more than one element refers to one place "
