@@ -7,6 +7,8 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
+
 # FSDP2 calls `fsdp_pre_all_gather(mesh)` or, with five parameters, a form that insists on
 # unpacked sizes for unevenly sharded parameters (distributed/fsdp/_fully_shard/_fsdp_param.py).
 # Packed rows need the first, which torch keeps "for BC"; tests/tensor/test_all_gather.py fails on
@@ -34,6 +36,23 @@ def caller_of_type(*names: str, max_depth: int = 12) -> Any | None:
             return None
         frame = frame.f_back
     return None
+
+
+def fsdp_shard_dim(param: Any) -> int:
+    """Return the dimension that FSDP2 shards a parameter along: `shard_placement_fn` chooses it."""
+    placement = getattr(param, "fsdp_placement", None)
+    return 0 if placement is None else placement.dim
+
+
+def set_fsdp_shard_size(param: Any, size: torch.Size) -> None:
+    """Tell FSDP2 the size of a shard of another dimension than the first.
+
+    It puts what it gathered of such shards side by side, as tensors of the shard's logical size,
+    which packed bytes do not have (`foreach_all_gather_copy_out`). So they get theirs while they
+    are gathered, and the logical one after. Remove when it takes the sizes that
+    `fsdp_pre_all_gather` returned.
+    """
+    param.padded_sharded_param_size = size
 
 
 def is_broadcasting_state() -> bool:

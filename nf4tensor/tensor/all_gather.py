@@ -4,27 +4,54 @@ One uint8 record per shard, padded to the same number of rows on every rank: cod
 together, and any number of ranks works. The hooks on the class call these functions.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nf4tensor import _versions
 from nf4tensor.errors import ShardingError
 
 if TYPE_CHECKING:
+    from nf4tensor.format.spec import NF4Spec
     from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
 
-def pre_all_gather(shard: "NF4Tensor", mesh: Any) -> tuple[tuple[Tensor], Any]:
+class Shard(NamedTuple):
+    """What is known of a tensor beside its gathered record."""
+
+    spec: "NF4Spec"
+    view: str
+    shape: torch.Size  # of the shard's record
+    dim: int  # that was sharded
+
+
+def pre_all_gather(shard: "NF4Tensor", mesh: Any) -> tuple[tuple[Tensor], Shard]:
     """Return the record to gather and what the other side must know.
 
     Raises:
         ShardingError: `fully_shard` was given an integer `reshard_after_forward`.
     """
     assert _versions.FSDP_HOOK_TAKES_MESH_ONLY
-    _refuse_integer_reshard()
+    param = _versions.caller_of_type("FSDPParam")
+    _refuse_integer_reshard(param)
     record = shard.record if shard.padded is None else shard.padded
-    return (record,), (shard.spec, shard.view_kind)
+    dim = _versions.fsdp_shard_dim(param)
+    if dim != 0:
+        _versions.set_fsdp_shard_size(param, record.shape)
+    return (record,), Shard(shard.spec, shard.view_kind, record.shape, dim)
+
+
+def post_all_gather(gathered: Tensor, shard: Shard) -> Tensor:
+    """Return the record of all shards, `[*lead, pitch]`, over what was gathered."""
+    if shard.dim != 0:
+        param = _versions.caller_of_type("FSDPParam")
+        _versions.set_fsdp_shard_size(
+            param, torch.Size((*shard.shape[:-1], shard.spec.in_features))
+        )
+    whole = list(shard.shape)
+    whole[shard.dim] = -1
+    return gathered.view(whole)
 
 
 def check_aliases(out: Tensor, record: Tensor) -> None:
@@ -36,11 +63,10 @@ def check_aliases(out: Tensor, record: Tensor) -> None:
     assert out.record.untyped_storage()._cdata == record.untyped_storage()._cdata
 
 
-def _refuse_integer_reshard() -> None:
+def _refuse_integer_reshard(param: Any) -> None:
     # torch gathers such a parameter again from a smaller mesh, a path that raises
     # NotImplementedError for every tensor with hooks, after the first forward. Remove when it
     # calls them.
-    param = _versions.caller_of_type("FSDPParam")
     after_forward = getattr(param, "post_forward_mesh_info", None)
     if after_forward is None or after_forward == getattr(param, "mesh_info", None):
         return

@@ -244,11 +244,10 @@ class NF4Tensor(torch.Tensor):
         out: Tensor | None = None,
     ) -> Any:
         """Make the unsharded tensor of what was gathered (see `all_gather.py`)."""
-        (record,) = all_gather_outputs
+        record = all_gather.post_all_gather(all_gather_outputs[0], metadata)
         if out is not None:
             return all_gather.check_aliases(out, record)
-        spec, view = metadata
-        return NF4Tensor(record, spec, param_dtype, view=view), (record,)
+        return NF4Tensor(record, metadata.spec, param_dtype, view=metadata.view), (record,)
 
     # Dispatch
 

@@ -192,17 +192,35 @@ def test_column_shards_are_records_or_refused_on_every_rank(ranks: Ranks):
     ranks.run(column_shards)
 
 
-def stack_of_experts(rank, world_size):
+def stack_of_experts(rank, world_size, dim):
     module = torch.nn.Module()
     torch.manual_seed(3)
-    dense = torch.randn(3, 20, 64)
-    module.weight = torch.nn.Parameter(to_nf4(dense), requires_grad=False)
+    weight = to_nf4(torch.randn(3, 24, 64))
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
     module.forward = lambda x: x @ module.weight.mT
     expected = module(torch.ones(3, 2, 64))
-    fully_shard(module)
+    fully_shard(module, shard_placement_fn=lambda param: Shard(dim))
     for _ in range(2):
         assert torch.equal(module(torch.ones(3, 2, 64)), expected)
+        module.reshard()
+        assert torch.equal(module.weight.full_tensor().record, weight.record)
+        module.load_state_dict(module.state_dict())  # pads shards again
+    if dim == 1:
+        chunk = weight.record.chunk(world_size, 1)[rank]
+        assert torch.equal(module.weight.to_local().record, chunk)
 
 
-def test_three_dimensional_weight(ranks: Ranks):
-    ranks.run(stack_of_experts)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_experts_are_sharded_along_any_leading_dimension(ranks: Ranks, dim):
+    ranks.run(stack_of_experts, dim)
+
+
+def columns(rank, world_size):
+    if world_size > 1:
+        for model in (make_model(), torch.nn.Sequential(make_model().blocks[0].up.base)):
+            with pytest.raises(ShardingError, match="shard dim 0"):
+                fully_shard(model, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+
+
+def test_columns_are_not_sharded_by_fully_shard(ranks: Ranks):
+    ranks.run(columns)

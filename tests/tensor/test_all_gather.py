@@ -61,19 +61,20 @@ def test_the_record_is_handed_over_as_it_is():
     q = make(4, 65)
     (record,), metadata = q.fsdp_pre_all_gather(None)
     assert record is q.record
-    assert metadata == (q.spec, "rows")
+    assert metadata == (q.spec, "rows", q.record.shape, 0)
 
 
 def test_what_was_gathered_becomes_a_tensor_over_it():
     q = make(4, 65)
     gathered = q.record.repeat(2, 1)
-    whole, inner = q.fsdp_post_all_gather((gathered,), (q.spec, "rows"), torch.bfloat16)
-    assert inner == (gathered,)
+    (_,), metadata = q.fsdp_pre_all_gather(None)
+    whole, (inner,) = q.fsdp_post_all_gather((gathered,), metadata, torch.bfloat16)
+    assert inner.data_ptr() == gathered.data_ptr()
     assert whole.dtype == torch.bfloat16
     assert_same(whole.dequantize(torch.float32), torch.cat([q.dequantize()] * 2))
-    assert q.fsdp_post_all_gather((gathered,), None, torch.bfloat16, out=whole) is None
+    assert q.fsdp_post_all_gather((gathered,), metadata, torch.bfloat16, out=whole) is None
     with pytest.raises(AssertionError):
-        q.fsdp_post_all_gather((gathered.clone(),), None, torch.bfloat16, out=whole)
+        q.fsdp_post_all_gather((gathered.clone(),), metadata, torch.bfloat16, out=whole)
 
 
 @one_rank
