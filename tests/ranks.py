@@ -37,14 +37,22 @@ class Ranks:
         self.world_size = world_size
         self._processes: list[Any] = []
 
-    def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run a case on every rank and return its results by rank."""
+    def run(self, case: Callable[..., Any], *args: Any, killed: int | None = None) -> list[Any]:
+        """Run a case on every rank and return its results by rank.
+
+        Args:
+            case: A function of a module.
+            *args: Passed to it, after rank and world size.
+            killed: A rank that the case kills. Its result is None, and the world ends.
+        """
         if not self._processes:
             self._start()
         for inbox in self._inboxes:
             inbox.put((case, args))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
+        if killed is not None:
+            results[killed] = None
         while len(results) + len(errors) < self.world_size:
             try:
                 rank, result, error = self._outbox.get(
@@ -56,6 +64,8 @@ class Ranks:
                 results[rank] = result
             else:
                 errors[rank] = error
+        if killed is not None:
+            self.stop()
         silent = set(range(self.world_size)) - set(results) - set(errors)
         if errors or silent:
             self.stop()
