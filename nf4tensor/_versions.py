@@ -59,11 +59,24 @@ def is_broadcasting_state() -> bool:
     """Tell whether torch's `set_model_state_dict(..., broadcast_from_rank0=True)` is the caller.
 
     Rank 0 sends its own tensors there, and the other ranks receive into dense ones that it knows
-    nothing of (torch/distributed/_state_dict_utils.py). Remove when they are made alike.
+    nothing of. Remove when they are made alike.
     """
-    frame: FrameType | None = sys._getframe(1)
+    return _is_called_by("_broadcast_tensors", "torch.distributed._state_dict_utils")
+
+
+def is_converting_module() -> bool:
+    """Tell whether `module.to(dtype)` or its like is the caller.
+
+    A sharded parameter does not pass the setter of `NF4Tensor.data` there. Remove when FSDP2
+    refuses a local tensor of another class.
+    """
+    return _is_called_by("_apply", "torch.nn.modules.module")
+
+
+def _is_called_by(function: str, module: str) -> bool:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_name == "_broadcast_tensors":
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
             return True
         frame = frame.f_back
     return False

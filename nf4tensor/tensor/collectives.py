@@ -14,6 +14,7 @@ from nf4tensor import _versions
 from nf4tensor.errors import UnsupportedError
 from nf4tensor.tensor.dispatch import implements
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
+from nf4tensor.tensor.writes import refuse_cut
 
 
 @implements("_c10d_functional::all_gather_into_tensor")
@@ -57,7 +58,11 @@ def all_gather_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     "c10d::recv_any_source_",
 )
 def in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a collective that fills given tensors on their records; every tensor must be one."""
+    """Run a collective that fills given tensors on their records; every tensor must be one.
+
+    Raises:
+        UnsupportedError: Some are dense, or cuts, which are copies, or of another view or spec.
+    """
     tensors: list[Tensor] = []
     tree_map_only(Tensor, tensors.append, (args, kwargs))
     if not all(isinstance(tensor, NF4Tensor) for tensor in tensors):
@@ -67,6 +72,8 @@ def in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if op.name() == "c10d::broadcast_" and _versions.is_broadcasting_state():
         _refuse_state_broadcast(op, args, kwargs)
+    if op.name() != "c10d::send":
+        tree_map_only(NF4Tensor, refuse_cut, args[0])
     kinds = {(tensor.view_kind, tensor.spec) for tensor in tensors}
     if len(kinds) != 1:
         raise UnsupportedError(f"{op} between different views or specs: {kinds}")

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nf4tensor import _versions
+from nf4tensor.errors import DTypeError
 from nf4tensor.kernels.schema import WEIGHT_DTYPES
 from nf4tensor.tensor import fallback
 from nf4tensor.tensor.dispatch import implements
@@ -42,10 +44,19 @@ def clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 @implements(aten._to_copy.default)
 def to_copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Move the record; float dtypes change the logical dtype and no byte, others decode."""
+    """Move the record; float dtypes change the logical dtype and no byte, others decode.
+
+    Raises:
+        DTypeError: A module is converted to one of the others, which would leave it dense.
+    """
     tensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
     if dtype not in WEIGHT_DTYPES:
+        if _versions.is_converting_module():
+            raise DTypeError(
+                f"a 4-bit weight cannot be converted to {dtype}, only to float32, bfloat16 or "
+                "float16: call dequantize_(model) before model.to(dtype)"
+            )
         return fallback.decode(op, args, kwargs)
     moving = {k: v for k, v in kwargs.items() if k not in ("dtype", "memory_format")}
     return _copy(tensor, lambda record: op(record, **moving), dtype)

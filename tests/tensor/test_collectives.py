@@ -107,6 +107,8 @@ def refusals(rank, world_size):
     other = [make(6, 65, block_size=32) for _ in range(world_size)]
     with pytest.raises(UnsupportedError, match="between different views or specs"):
         dist.all_gather(other, q)
+    with pytest.raises(UnsupportedError, match=r"clone\(\) it first"):
+        dist.broadcast(make(6, 128)[:, :64], 0)
     square = make(64, 64)
     with pytest.raises(UnsupportedError, match="between different views or specs"):
         dist.all_gather([square.t() for _ in range(world_size)], square)

@@ -137,7 +137,7 @@ MOVES = {
 def test_moves_hand_the_padded_record_to_fsdp(move, num_rows):
     q = make(5, 65)[:num_rows]
     local = move(shard(q, 5))
-    (record,), (spec, view) = local.fsdp_pre_all_gather(None)
+    (record,), (spec, view, *_) = local.fsdp_pre_all_gather(None)
     assert local.shape == (num_rows, 65)
     assert record.shape == (5, q.spec.pitch)
     assert (spec, view) == (q.spec, "rows")

@@ -94,8 +94,14 @@ def test_writing_into_a_cut_is_refused_until_it_is_a_tensor_of_its_own(write):
     assert torch.equal(q.record, make(4, 128).record)
 
 
-def test_bytes_may_be_copied_into_a_cut():
+def test_bytes_copied_into_a_cut_would_be_lost():
     q, other = make(4, 128), make(4, 128, seed=1)
-    cut = q[:, :64]
+    for write in (
+        lambda: q[:, :64].copy_(other[:, :64]),
+        lambda: q[:, :64].index_put_((torch.tensor([0]),), torch.zeros(1, 64)),
+    ):
+        with pytest.raises(UnsupportedError, match=r"clone\(\) it first"):
+            write()
+    cut = q[:, :64].clone()
     cut.copy_(other[:, :64])
     assert_same(cut, other[:, :64])
