@@ -5,12 +5,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nf4tensor import NF4Tensor, memory_footprint, to_nf4
 from nf4tensor.errors import ShardingError
 from tests.bounds import roundoff
 from tests.fsdp.training import GLOBAL_BATCH, make_model, shard, train
+from tests.fsdp.wire import CountWire
 from tests.ranks import Ranks
 
 TOLERANCE = 1e-5
@@ -107,26 +107,13 @@ def test_each_rank_holds_its_rows_only(ranks: Ranks):
         assert part < whole / ranks.world_size + 7 * 4 * 96 * 2  # a padded row for each weight
 
 
-class CountGathers(TorchDispatchMode):
-    """Add up what every all-gather receives."""
-
-    def __init__(self):
-        super().__init__()
-        self.received_bytes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.c10d._allgather_base_.default:
-            self.received_bytes.append(args[0].nbytes)
-        return func(*args, **(kwargs or {}))
-
-
 def gathered_bytes(rank, world_size):
     linear = torch.nn.Linear(4096, 8 * world_size, bias=False, dtype=torch.bfloat16)
     linear.weight = torch.nn.Parameter(to_nf4(linear.weight), requires_grad=False)
     model = fully_shard(torch.nn.Sequential(linear))
-    with CountGathers() as gathers:
+    with CountWire() as wire:
         model(torch.randn(2, 4096, dtype=torch.bfloat16))
-    return sum(gathers.received_bytes) / (4096 * 8 * world_size)
+    return sum(wire.gathered_bytes) / (4096 * 8 * world_size)
 
 
 def test_packed_bytes_travel(ranks: Ranks):
@@ -140,9 +127,9 @@ def test_packed_bytes_travel(ranks: Ranks):
 def integer_reshard(rank, world_size):
     model = make_model()
     fully_shard(model, reshard_after_forward=world_size // 2)
-    with CountGathers() as gathers, pytest.raises(ShardingError, match="is an integer"):
+    with CountWire() as wire, pytest.raises(ShardingError, match="is an integer"):
         model(torch.randn(GLOBAL_BATCH, 96))
-    assert not gathers.received_bytes
+    assert not wire.gathered_bytes
 
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)

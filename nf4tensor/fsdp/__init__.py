@@ -1,0 +1,12 @@
+"""Sharding a whole model with FSDP2: what it will cost, whether it can work, and doing it.
+
+A plain `fully_shard` needs nothing from here. `plan.py` decides and explains, `apply.py` carries a
+plan out; `parameters.py` and `units.py` say what is there and how it is grouped, `costs.py` counts
+bytes, `checks.py` finds what cannot work, `agreement.py` makes ranks agree first, `table.py`
+prints. torch's FSDP is imported only where it is called, as it takes a second to load.
+"""
+
+from nf4tensor.fsdp.apply import apply
+from nf4tensor.fsdp.plan import ShardingPlan, plan
+
+__all__ = ["ShardingPlan", "apply", "plan"]
