@@ -34,6 +34,7 @@ CHECKED_ROWS = 4
 LONGEST_SECONDS = 20.0  # of one call; a contestant that would take longer is not called
 PEER_DISTANCE = 0.02  # of a result from that of the peer's own decoded weight
 FLOAT32_ROUNDOFF = 2.0**-24
+DECODING = "decoding in cache, ms"
 
 
 @dataclass
@@ -129,12 +130,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 lines = tables.setdefault(f"{direction}, {shape[0]}x{shape[1]}, {name}", [])
                 for threads in options.threads:
                     torch.set_num_threads(threads)
+                    decoded = make(1, direction).weight
+                    roof = found[threads] | {
+                        DECODING: roofs.decoding(decoded, torch.float32, threads, options)
+                    }
                     for num_rows in rows:
                         harness.say(
                             f"{direction}, {shape}, {name}, {threads} threads, {num_rows} rows"
                         )
                         case = make(num_rows, direction)
-                        lines += measure(case, threads, pace, options, found[threads])
+                        lines += measure(case, threads, pace, options, roof)
     harness.report("linear", tables, options.results, roofs=roofs.present(found), skipped=skipped)
 
 
@@ -215,9 +220,10 @@ def summarize(case: Case, times, slow, threads: int, roof) -> list[harness.Row]:
     """Make table rows; whoever was not called gets the time of fewer rows as a lower bound."""
     mine = times["ours"]["median_ms"] if "ours" in times else None
     goals, limit = goals_of(case), ""
-    if mine is not None and roof:
+    if mine is not None and "fma GFLOP/s" in roof:
         limit = roofs.share(case.bytes / mine / 1e6, roof, "read GB/s")
         limit += f", {case.flops / mine / 1e6 / roof['fma GFLOP/s']:.0%} of fma"
+        limit += f"; decoding takes {roof[DECODING]:.1f} ms in cache"
     rows = []
     for name in ("ours", "ours, raw op", "torch", *case.layers):
         row = {"threads": threads, "rows": case.rows, "contestant": name}

@@ -17,10 +17,13 @@ from pathlib import Path
 import harness
 import torch
 
+from nf4tensor import NF4Tensor
+
 SOURCE = Path(__file__).with_name("twin.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 ROOF_BYTES = 128 << 20  # more than the caches of one core, and of most sockets
 CODES_BYTES = 16  # what the twin reads at a time
+CACHED_BYTES = 256 << 10  # of a decoded bfloat16 weight: half of a core's second cache, or less
 MATMUL_SIZE = 1024
 _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
@@ -76,6 +79,18 @@ def present(found: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
 def share(rate: float, roof: dict[str, float], name: str) -> str:
     """Say how close to a roof something is."""
     return f"ours is at {rate / roof[name]:.0%} of {name}" if roof else "no roofs measured"
+
+
+def decoding(tensor: NF4Tensor, dtype: torch.dtype, threads: int, options) -> float:
+    """Measure what decoding a weight takes without its memory, in milliseconds.
+
+    A few of its rows, which stay in the caches of the cores, are decoded in place of all.
+    """
+    rows = min(tensor.shape[0], max(threads, threads * CACHED_BYTES // (2 * tensor.shape[1])))
+    part = tensor[:rows].clone()
+    out = torch.empty(part.shape, dtype=dtype)
+    times = harness.race({"": partial(part.dequantize, out=out)}, 20 * options.rounds)
+    return times[""]["median_ms"] * tensor.shape[0] / rows
 
 
 @lru_cache(maxsize=1)
