@@ -4,7 +4,7 @@
 whole model. CONTRIBUTING.md and each folder's own docstring describe the rooms of the package.
 """
 
-from nf4tensor import fsdp
+from nf4tensor import checkpoint, fsdp
 from nf4tensor.errors import NF4TensorError, NF4TensorWarning
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels.ops import release_workspace
@@ -19,6 +19,7 @@ __all__ = [
     "NF4Tensor",
     "NF4TensorError",
     "NF4TensorWarning",
+    "checkpoint",
     "dequantize_",
     "fsdp",
     "linear_nf4",

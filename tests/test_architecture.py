@@ -30,6 +30,7 @@ from tests.source_tree import (
 ROOMS = {
     "errors": 0,
     "_versions": 1,
+    "ranks": 1,
     "format": 2,
     "kernels": 3,
     "tensor": 4,

@@ -2,8 +2,8 @@
 
 A plain `fully_shard` needs nothing from here. `plan.py` decides and explains, `apply.py` carries a
 plan out; `parameters.py` and `units.py` say what is there and how it is grouped, `costs.py` counts
-bytes, `checks.py` finds what cannot work, `agreement.py` makes ranks agree first, `table.py`
-prints. torch's FSDP is imported only where it is called, as it takes a second to load.
+bytes, `checks.py` finds what cannot work, `table.py` prints. torch's FSDP is imported only
+where it is called, as it takes a second to load.
 """
 
 from nf4tensor.fsdp.apply import apply

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from nf4tensor.errors import ShardingError
-from nf4tensor.fsdp.agreement import alike, first_difference
 from nf4tensor.fsdp.costs import Options, World
 from nf4tensor.fsdp.plan import ShardingPlan, make
+from nf4tensor.ranks import alike, first_difference
 from nf4tensor.tensor import NF4Tensor
 
 if TYPE_CHECKING:

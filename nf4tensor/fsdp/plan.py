@@ -13,12 +13,12 @@ from torch import nn
 
 from nf4tensor.errors import ShardingError
 from nf4tensor.fsdp import table
-from nf4tensor.fsdp.agreement import alike
 from nf4tensor.fsdp.checks import problems
 from nf4tensor.fsdp.costs import Costs, Options, World, count
 from nf4tensor.fsdp.parameters import Decision, ParameterPlan, decide, inventory
 from nf4tensor.fsdp.policy import PREFERRED, Choice, Policy, budget_of_device, choose_policy
 from nf4tensor.fsdp.units import Modules, choose
+from nf4tensor.ranks import alike
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

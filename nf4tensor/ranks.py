@@ -1,7 +1,7 @@
-"""Ranks that agree before they start: a fault of one of them is the same error on all.
+"""Ranks that agree: a fault of one of them is the same error on all.
 
-The only collectives of this room: small objects, gathered over every dimension of a mesh. Whoever
-uses it lets no rank leave before, or the others would wait.
+Its only collectives gather small objects over every dimension of a mesh. Whoever uses it lets no
+rank leave before, or the others would wait. Called by the rooms that work on whole models.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from nf4tensor.errors import ShardingError
+from nf4tensor.errors import NF4TensorError, ShardingError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -19,22 +19,27 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 
-def alike(mesh: "DeviceMesh", make: Callable[[], tuple[Made, Sequence[str]]]) -> Made:
+def alike(
+    mesh: "DeviceMesh",
+    make: Callable[[], tuple[Made, Sequence[str]]],
+    error: type[NF4TensorError] = ShardingError,
+) -> Made:
     """Make something on every rank, and return it if every rank could and made the same.
 
     Args:
         mesh: The ranks; each must call this.
         make: Makes the object and the facts that must be the same on every rank.
+        error: What to raise.
 
     Raises:
-        ShardingError: `make` raised on some rank, or facts differ. The same on every rank.
+        NF4TensorError: `make` raised on some rank, or facts differ. The same on every rank.
     """
     made, failure = None, None
     facts: Sequence[str] = ()
     try:
         made, facts = make()
-    except Exception as error:  # any: the other ranks must hear of it
-        failure = error
+    except Exception as raised:  # any: the other ranks must hear of it
+        failure = raised
     told = None if failure is None else _describe(failure)
     found = _gather(mesh, (hashlib.sha256("\n".join(facts).encode()).hexdigest(), told))
     ranks = mesh.mesh.flatten().tolist()
@@ -42,9 +47,9 @@ def alike(mesh: "DeviceMesh", make: Callable[[], tuple[Made, Sequence[str]]]) ->
         rank: told for rank, (_, told) in zip(ranks, found, strict=True) if told is not None
     }
     if failures:
-        raise ShardingError(_common(failures, len(ranks))) from failure
+        raise error(_common(failures, len(ranks))) from failure
     if len(set(found)) > 1:
-        raise ShardingError(_disagreement(dict(zip(ranks, _gather(mesh, facts), strict=True))))
+        raise error(_disagreement(dict(zip(ranks, _gather(mesh, facts), strict=True))))
     assert made is not None
     return made
 
@@ -68,7 +73,7 @@ def _disagreement(facts: dict[int, Sequence[str]]) -> str:
 
 
 def _describe(failure: Exception) -> str:
-    is_ours = isinstance(failure, ShardingError)
+    is_ours = isinstance(failure, NF4TensorError)
     return str(failure) if is_ours else f"{type(failure).__name__}: {failure}"
 
 

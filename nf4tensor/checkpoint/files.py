@@ -1,0 +1,240 @@
+"""What a checkpoint holds, read from its headers; bytes are read a slice at a time.
+
+A checkpoint is a safetensors file, or a folder with one or with several and their index. 4-bit
+weights are uint8 entries `[*lead, pitch]` whose specs stand in the file's metadata (docs/files.md).
+Called by `load.py`, the command line and integrations.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nf4tensor.errors import CheckpointError, SpecError
+from nf4tensor.format.spec import NF4Spec
+from nf4tensor.kernels.schema import WEIGHT_DTYPES
+
+VERSION = 1
+METADATA_KEY = "nf4tensor"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What the metadata says of a 4-bit weight.
+
+    Args:
+        spec: Geometry of its rows.
+        dtype: Logical dtype.
+        layout: What another package's file had beside the weight, as its integration wrote it.
+    """
+
+    spec: NF4Spec
+    dtype: torch.dtype
+    layout: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as the metadata has it."""
+        found = {**asdict(self.spec), "dtype": str(self.dtype).removeprefix("torch.")}
+        return found if self.layout is None else {**found, "layout": self.layout}
+
+    @classmethod
+    def from_dict(cls, given: Any) -> "Weight":
+        """Undo `to_dict`.
+
+        Raises:
+            SpecError: Keys, types or values are not those of this version.
+        """
+        if not isinstance(given, dict):
+            raise SpecError(f"expected a dictionary, got {given!r:.100}")
+        given = dict(given)
+        dtype, layout = given.pop("dtype", None), given.pop("layout", None)
+        kinds = {field.name: field.type for field in fields(NF4Spec)}
+        if set(given) != set(kinds):
+            raise SpecError(f"expected the keys {sorted(kinds)}, got {sorted(map(str, given))}")
+        for name, value in given.items():
+            if type(value) is not kinds[name]:
+                raise SpecError(f"{name} is {value!r:.100}, expected {kinds[name].__name__}")
+        if dtype not in _DTYPES:
+            raise SpecError(f"dtype is {dtype!r:.100}, expected one of {', '.join(_DTYPES)}")
+        if layout is not None and not isinstance(layout, dict):
+            raise SpecError(f"layout is {layout!r:.100}, expected a dictionary")
+        return cls(NF4Spec(**given), _DTYPES[dtype], layout)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: `[*lead, pitch]` uint8 if `weight` says that it is 4-bit."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name of it
+    weight: Weight | None = None
+
+    @property
+    def what(self) -> str:
+        """Name it for an error."""
+        return f"{self.name} in {self.file}"
+
+
+class Checkpoint:
+    """The entries of a checkpoint by name, and the other names of what is stored once.
+
+    Args:
+        path: A safetensors file or a folder.
+
+    Raises:
+        CheckpointError: There is none, or what is there is damaged, of another version, or
+            contradicts itself; the message has file, tensor and numbers.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.entries: dict[str, Entry] = {}
+        self.aliases: dict[str, str] = {}
+        self._open: dict[Path, Any] = {}
+        files, placed = _files_of(self.path)
+        for file in files:
+            for entry in self._read_header(file):
+                if entry.name in self.entries:
+                    first = self.entries[entry.name].file
+                    raise CheckpointError(f"{entry.what} is in {first} too: delete one of them")
+                self.entries[entry.name] = entry
+        for name, file in placed.items():
+            if name not in self.entries or self.entries[name].file != file:
+                raise CheckpointError(
+                    f"the index of {self.path} places {name} in {file}: not there"
+                )
+        for name, stored in self.aliases.items():
+            if name in self.entries or stored not in self.entries:
+                raise CheckpointError(
+                    f"{self.path} names {name} another name of {stored}: "
+                    f"{'it is stored itself' if name in self.entries else 'which is not stored'}"
+                )
+
+    def find(self, name: str) -> Entry | None:
+        """Return the entry of a name or of what it is another name of."""
+        return self.entries.get(self.aliases.get(name, name))
+
+    def rows(self, entry: Entry, key: tuple[slice | int, ...]) -> Tensor:
+        """Read a part of an entry, `[...]` in its own dtype, on the CPU.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        try:
+            part = self._open[entry.file].get_slice(entry.name)
+            return part[key] if entry.shape else self._open[entry.file].get_tensor(entry.name)
+        except (SafetensorError, OSError, KeyError) as error:
+            raise CheckpointError(f"cannot read {entry.what}: {error}") from error
+
+    def _read_header(self, file: Path) -> Iterator[Entry]:
+        try:
+            opened = self._open[file] = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            size = file.stat().st_size if file.is_file() else "no"
+            raise CheckpointError(
+                f"cannot read {file} ({size} bytes): {error}: copy or save it again"
+            ) from error
+        weights, aliases = _metadata(file, opened.metadata() or {})
+        names = opened.keys()
+        if missing := set(weights) - set(names):
+            raise CheckpointError(f"{file} describes weights that it does not hold: {missing}")
+        if repeated := set(aliases) & set(self.aliases):
+            raise CheckpointError(f"{file} repeats names that another file has: {repeated}")
+        self.aliases |= aliases
+        for name in names:
+            part = opened.get_slice(name)
+            entry = Entry(file, name, tuple(part.get_shape()), part.get_dtype(), weights.get(name))
+            if entry.weight is not None:
+                _check_weight(entry, entry.weight)
+            yield entry
+
+
+def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the files of a checkpoint, and where an index places each tensor."""
+    if path.is_file():
+        return [path], {}
+    if (path / INDEX_NAME).is_file():
+        index = read_json(path / INDEX_NAME)
+        places = index.get("weight_map")
+        is_map = isinstance(places, dict) and all(isinstance(p, str) for p in places.values())
+        if not is_map or any(Path(place).name != place for place in places.values()):
+            raise CheckpointError(
+                f"{path / INDEX_NAME} has no weight_map from names to files of its folder"
+            )
+        placed = {name: path / place for name, place in places.items()}
+        return sorted(set(placed.values())), placed
+    if (path / WEIGHTS_NAME).is_file():
+        return [path / WEIGHTS_NAME], {}
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if len(found) == 1:
+        return found, {}
+    aside = path.with_name(path.name + ".old")
+    hint = f"; an interrupted save left {aside}" if aside.exists() else ""
+    raise CheckpointError(
+        f"{path} is no checkpoint: expected a safetensors file, or a folder with {WEIGHTS_NAME} "
+        f"or {INDEX_NAME}{hint}"
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON file that holds a dictionary.
+
+    Raises:
+        CheckpointError: It does not, or cannot be read.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} holds no dictionary")
+    return found
+
+
+def _metadata(file: Path, given: dict[str, str]) -> tuple[dict[str, Weight], dict[str, str]]:
+    """Return the 4-bit weights and the other names that a file's metadata has."""
+    if METADATA_KEY not in given:
+        return {}, {}
+    try:
+        found = json.loads(given[METADATA_KEY])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the metadata of {file} is no JSON: {error}") from error
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != VERSION:
+        raise CheckpointError(
+            f"{file} is of version {version!r:.100}, this nf4tensor reads {VERSION}: install a "
+            "release that knows it"
+        )
+    weights, aliases = found.pop("weights", None), found.pop("aliases", None)
+    if not isinstance(weights, dict) or not isinstance(aliases, dict) or set(found) != {"version"}:
+        raise CheckpointError(
+            f"the metadata of {file} has the keys {sorted(found)} and not only version, weights "
+            "and aliases"
+        )
+    if not all(isinstance(stored, str) for stored in aliases.values()):
+        raise CheckpointError(f"the aliases of {file} are no names")
+    read = {}
+    for name, weight in weights.items():
+        try:
+            read[name] = Weight.from_dict(weight)
+        except SpecError as error:
+            raise CheckpointError(f"{name} in {file}: {error}") from error
+    return read, aliases
+
+
+def _check_weight(entry: Entry, weight: Weight) -> None:
+    if entry.dtype != "U8" or not entry.shape or entry.shape[-1] != weight.spec.pitch:
+        raise CheckpointError(
+            f"{entry.what} is {entry.dtype} of shape {list(entry.shape)}, expected U8 "
+            f"[*, {weight.spec.pitch}] for {weight.spec}"
+        )

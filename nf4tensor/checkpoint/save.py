@@ -1,0 +1,128 @@
+"""`save`: a model's parameters and buffers into safetensors files, 4-bit weights as their records.
+
+A sharded model is gathered one tensor at a time and written by the first rank, so files are the
+same whoever saves. Called by users and integrations.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from nf4tensor.checkpoint.files import VERSION, Weight
+from nf4tensor.checkpoint.model import ranks_of, slots, whole_spec
+from nf4tensor.checkpoint.write import CONFIG_NAME, Plan, Writer, replacing, write_json
+from nf4tensor.errors import CheckpointError
+from nf4tensor.ranks import alike
+from nf4tensor.tensor import NF4Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MAX_FILE_BYTES = 5 * 10**9
+QUANT_METHOD = "nf4tensor"
+
+
+def save(
+    model: nn.Module,
+    path: str | Path,
+    mesh: "DeviceMesh | None" = None,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> None:
+    """Save a model into a folder of safetensors files.
+
+    Args:
+        model: Any module, sharded or not; every rank must call this with its part. What its
+            `state_dict()` has is saved, shared tensors once.
+        path: Folder, shared by all ranks or of the first. It appears when all is written.
+        mesh: The ranks that save together; by default all.
+        max_file_bytes: A file gets no more tensors beyond this many bytes.
+        overwrite: Replace the checkpoint that is there; until it is replaced it stays whole.
+        progress: Show a bar on the first rank.
+
+    Raises:
+        CheckpointError: The folder exists, or cannot be written. The same on every rank.
+        DTypeError: A tensor's dtype has no name in safetensors files.
+    """
+    found = slots(model)
+    aliases = {alias: slot.name for slot in found for alias in slot.names[1:]}
+    plans = [_plan(slot.name, slot.tensor) for slot in found]
+    for plan, slot in zip(plans, found, strict=True):
+        if slot.tensor.is_meta:
+            raise CheckpointError(f"{plan.name} is on meta: load the model before it is saved")
+    config, total = _config(model, plans), sum(plan.nbytes for plan in plans)
+
+    def write(gather: Callable[[Tensor], Tensor]) -> None:
+        with replacing(Path(path), overwrite) as folder:
+            with (
+                Writer(folder, plans, aliases, max_file_bytes) as writer,
+                tqdm(
+                    total=total, unit="B", unit_scale=True, desc="save", disable=not progress
+                ) as bar,
+            ):
+                for plan, slot in zip(plans, found, strict=True):
+                    writer.write(_stored(gather(slot.tensor)))
+                    bar.update(plan.nbytes)
+            write_json(folder / CONFIG_NAME, config)
+
+    mesh = ranks_of(model, mesh)
+    if mesh is None:
+        write(lambda tensor: tensor)
+        return
+    _save_together(mesh, [slot.tensor for slot in found], write)
+
+
+def _save_together(
+    mesh: "DeviceMesh", tensors: list[Tensor], write: Callable[[Callable[[Tensor], Tensor]], None]
+) -> None:
+    """Let every rank take part in gathering, whatever becomes of the writing."""
+    waiting = iter(tensors)
+
+    def gather(tensor: Tensor) -> Tensor:
+        following = next(waiting)
+        assert following is tensor
+        return _whole(tensor)
+
+    def run() -> tuple[bool, list[str]]:
+        try:
+            if mesh.get_rank() == int(mesh.mesh.flatten()[0]):
+                write(gather)
+        finally:
+            for tensor in waiting:
+                _whole(tensor)
+        return True, []
+
+    alike(mesh, run, CheckpointError)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def _plan(name: str, tensor: Tensor) -> Plan:
+    local = getattr(tensor, "_local_tensor", tensor)
+    if not isinstance(local, NF4Tensor):
+        return Plan(name, tuple(tensor.shape), tensor.dtype)
+    spec = whole_spec(tensor)
+    shape = (*tensor.shape[:-1], spec.pitch)
+    return Plan(name, shape, torch.uint8, Weight(spec, tensor.dtype))
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.record if isinstance(tensor, NF4Tensor) else tensor
+
+
+def _config(model: nn.Module, plans: list[Plan]) -> dict[str, Any]:
+    """Return what `config.json` says: of a Transformers model all that its own has."""
+    own = getattr(model, "config", None)
+    config = own.to_diff_dict() if hasattr(own, "to_diff_dict") else {}
+    weights = {plan.name: plan.weight.to_dict() for plan in plans if plan.weight is not None}
+    quantization = {"quant_method": QUANT_METHOD, "version": VERSION, "weights": weights}
+    return {**config, "quantization_config": quantization}
