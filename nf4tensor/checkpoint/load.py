@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from nf4tensor.checkpoint.bytes import check_record_bytes
 from nf4tensor.checkpoint.files import Checkpoint, Entry
 from nf4tensor.checkpoint.model import Slot, local_part, ranks_of, slots, whole_spec
 from nf4tensor.errors import CheckpointError, NF4TensorError
@@ -232,8 +233,9 @@ def _read(
 ) -> Tensor:
     """Read whole rows, quantized with a spec if one is given and they are not yet."""
     if entry.weight is not None:
-        key = key if len(entry.shape) > 1 else (slice(None),)
-        return NF4Tensor(checkpoint.rows(entry, key), entry.weight.spec, entry.weight.dtype)
+        record = checkpoint.rows(entry, key if len(entry.shape) > 1 else (slice(None),))
+        check_record_bytes(record, entry.weight.spec)
+        return NF4Tensor(record, entry.weight.spec, entry.weight.dtype)
     rows = checkpoint.rows(entry, key)
     if spec is None:
         return rows
