@@ -50,7 +50,7 @@ SOURCE_SUFFIXES = {*CPP_SUFFIXES, ".py", ".md", ".toml", ".txt", ".sh", ".yml", 
 BANNED_NAMES = {"utils", "common", "base"}
 # Two levels of NF4, as digits and as bits: whoever has them has a table of their own.
 DISTINCTIVE = ("0.6961928", "0.1609302", "3239b1", "3e24cae3")
-CODEBOOKS = ("nf4tensor/format/", "csrc/common/codebook.h", "tests/")
+CODEBOOKS = ("nf4tensor/format/", "csrc/common/codebook.h", "docs/files.md", "tests/")
 HEAVY = (
     "transformers",
     "peft",
