@@ -5,16 +5,16 @@ same whoever saves. Called by users and integrations.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from nf4tensor.checkpoint.files import VERSION, Weight
+from nf4tensor.checkpoint.files import Weight
 from nf4tensor.checkpoint.model import ranks_of, slots, whole_spec
-from nf4tensor.checkpoint.write import CONFIG_NAME, Plan, Writer, replacing, write_json
+from nf4tensor.checkpoint.write import Plan, WriteOptions, write_all
 from nf4tensor.errors import CheckpointError
 from nf4tensor.ranks import alike
 from nf4tensor.tensor import NF4Tensor
@@ -22,16 +22,13 @@ from nf4tensor.tensor import NF4Tensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-MAX_FILE_BYTES = 5 * 10**9
-QUANT_METHOD = "nf4tensor"
-
 
 def save(
     model: nn.Module,
     path: str | Path,
     mesh: "DeviceMesh | None" = None,
     *,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int = WriteOptions.max_file_bytes,
     overwrite: bool = False,
     progress: bool = True,
 ) -> None:
@@ -52,30 +49,23 @@ def save(
     """
     found = slots(model)
     aliases = {alias: slot.name for slot in found for alias in slot.names[1:]}
-    plans = [_plan(slot.name, slot.tensor) for slot in found]
-    for plan, slot in zip(plans, found, strict=True):
+    for slot in found:
         if slot.tensor.is_meta:
-            raise CheckpointError(f"{plan.name} is on meta: load the model before it is saved")
-    config, total = _config(model, plans), sum(plan.nbytes for plan in plans)
+            raise CheckpointError(f"{slot.name} is on meta: load the model before it is saved")
+    own = getattr(model, "config", None)
+    config = own.to_diff_dict() if hasattr(own, "to_diff_dict") else {}
+    config.pop("quantization_config", None)
+    options = WriteOptions(max_file_bytes, overwrite, progress)
 
     def write(gather: Callable[[Tensor], Tensor]) -> None:
-        with replacing(Path(path), overwrite) as folder:
-            with (
-                Writer(folder, plans, aliases, max_file_bytes) as writer,
-                tqdm(
-                    total=total, unit="B", unit_scale=True, desc="save", disable=not progress
-                ) as bar,
-            ):
-                for plan, slot in zip(plans, found, strict=True):
-                    writer.write(_stored(gather(slot.tensor)))
-                    bar.update(plan.nbytes)
-            write_json(folder / CONFIG_NAME, config)
+        jobs = [(_plan(s.name, s.tensor), partial(_stored, s.tensor, gather)) for s in found]
+        write_all(Path(path), jobs, aliases, config, options)
 
     mesh = ranks_of(model, mesh)
     if mesh is None:
         write(lambda tensor: tensor)
-        return
-    _save_together(mesh, [slot.tensor for slot in found], write)
+    else:
+        _save_together(mesh, [slot.tensor for slot in found], write)
 
 
 def _save_together(
@@ -115,14 +105,6 @@ def _plan(name: str, tensor: Tensor) -> Plan:
     return Plan(name, shape, torch.uint8, Weight(spec, tensor.dtype))
 
 
-def _stored(tensor: Tensor) -> Tensor:
-    return tensor.record if isinstance(tensor, NF4Tensor) else tensor
-
-
-def _config(model: nn.Module, plans: list[Plan]) -> dict[str, Any]:
-    """Return what `config.json` says: of a Transformers model all that its own has."""
-    own = getattr(model, "config", None)
-    config = own.to_diff_dict() if hasattr(own, "to_diff_dict") else {}
-    weights = {plan.name: plan.weight.to_dict() for plan in plans if plan.weight is not None}
-    quantization = {"quant_method": QUANT_METHOD, "version": VERSION, "weights": weights}
-    return {**config, "quantization_config": quantization}
+def _stored(tensor: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    whole = gather(tensor)
+    return whole.record if isinstance(whole, NF4Tensor) else whole

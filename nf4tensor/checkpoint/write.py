@@ -1,7 +1,7 @@
 """Safetensors files written a tensor at a time, so that no file has to fit in memory.
 
 The library writes dictionaries of whole tensors; what is written here it reads back. Called by
-`save.py` and whoever streams one checkpoint into another.
+`save.py` and by what streams one checkpoint into another.
 """
 
 import contextlib
@@ -10,13 +10,14 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from nf4tensor.checkpoint.files import INDEX_NAME, METADATA_KEY, VERSION, WEIGHTS_NAME, Weight
 from nf4tensor.errors import CheckpointError, DTypeError
@@ -37,7 +38,25 @@ DTYPES = {
 }
 _ALIGNMENT = 8
 CONFIG_NAME = "config.json"
+QUANT_METHOD = "nf4tensor"
 OURS = (INDEX_NAME, CONFIG_NAME)
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How to write.
+
+    Args:
+        max_file_bytes: A file gets no more tensors beyond this many bytes.
+        overwrite: Replace the checkpoint that is there; until it is replaced it stays whole.
+        progress: Show a bar.
+        title: Of the bar.
+    """
+
+    max_file_bytes: int = 5 * 10**9
+    overwrite: bool = False
+    progress: bool = True
+    title: str = "save"
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,47 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Job = tuple[Plan, Callable[[], Tensor]]  # what will be written, and how to get it then
+
+
+def write_all(
+    folder: Path,
+    jobs: Sequence[Job],
+    aliases: Mapping[str, str],
+    config: Mapping[str, Any],
+    options: WriteOptions,
+) -> None:
+    """Write a checkpoint: each job's tensor is made, written and dropped before the next.
+
+    Args:
+        folder: It appears when all is written.
+        jobs: In the order of the files.
+        aliases: Other names of what is stored, by name.
+        config: Of `config.json`; what the quantized weights are is added.
+        options: Of the files and the bar.
+
+    Raises:
+        CheckpointError: The folder exists or cannot be written.
+    """
+    plans = [plan for plan, _ in jobs]
+    weights = {plan.name: plan.weight.to_dict() for plan in plans if plan.weight is not None}
+    quantization = {"quant_method": QUANT_METHOD, "version": VERSION, "weights": weights}
+    with replacing(folder, options.overwrite) as fresh:
+        bar = tqdm(
+            total=sum(plan.nbytes for plan in plans),
+            desc=options.title,
+            disable=not options.progress,
+            unit="B",
+            unit_scale=True,
+        )
+        with Writer(fresh, plans, aliases, options.max_file_bytes) as writer, bar:
+            for plan, make in jobs:
+                writer.write(make())
+                bar.update(plan.nbytes)
+        content = {**config, "quantization_config": quantization} if weights else config
+        write_json(fresh / CONFIG_NAME, content)
 
 
 class Writer:
