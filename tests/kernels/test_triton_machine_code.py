@@ -225,6 +225,13 @@ def test_dequantize(dequantize_launch, tmp_path, architecture):
     check_dequantize(launch, architecture, "bfloat16", tmp_path)
 
 
+def test_dequantize_for_processors_that_only_triton_has(dequantize_launch, tmp_path):
+    launch = dequantize_launch(*DEQUANTIZE["bfloat16"][:2])
+    code = machine_code(launch, 75, tmp_path)
+    assert_clean(code, most_registers=64)
+    assert len(code.instructions) <= 6.4 * weights_of_a_thread(launch)
+
+
 @pytest.mark.parametrize("case", ["float16", "float32"])
 def test_dequantize_to_other_dtypes(dequantize_launch, tmp_path, case):
     check_dequantize(dequantize_launch(*DEQUANTIZE[case][:2]), 90, case, tmp_path)
