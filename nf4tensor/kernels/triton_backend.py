@@ -1,7 +1,8 @@
 """The Triton kernels as `select.py` calls them, for GPUs that the compiled library has none for.
 
 Triton is imported by the first call, never with the package. The caller has checked arguments;
-what is not contiguous is copied here.
+what is not contiguous is copied here. A kernel is compiled by the first call that needs it, so a
+CUDA graph can capture calls like those that were made before.
 """
 
 from collections.abc import Sequence

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nf4tensor.errors import UnsupportedError
 from nf4tensor.format.codebook import DYNAMIC_MAP, LEVELS
 from nf4tensor.format.spec import NF4Spec, ceil_div
 
@@ -26,7 +27,17 @@ OPTIONS = {"enable_fp_fusion": False}
 
 @cache
 def tables(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the 16 levels and the 256 entries of the 8-bit map as float32 on a device."""
+    """Return the 16 levels and the 256 entries of the 8-bit map as float32 on a device.
+
+    Raises:
+        UnsupportedError: The first call for a device is inside of a CUDA graph's capture, which
+            would fill them only when the graph is replayed.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"the first use of {quant_type} weights on {device} is inside of a CUDA graph's "
+            "capture: make the call once before, which also compiles its kernel"
+        )
     # Tensors and not constants in the code: a lane loads its level once, while choosing one of 16
     # constants is a select for each.
     return (
