@@ -209,6 +209,15 @@ def test_environment_forces_an_instruction_set():
 
 
 @compiled
+def test_a_library_with_cuda_kernels_tells_for_which_processors():
+    library = native._load().handle
+    if not hasattr(library, "nf4tensor_register_cuda"):
+        pytest.skip("compiled without nvcc")
+    architectures = library.nf4tensor_cuda_architectures().decode()
+    assert all(re.fullmatch(r"\d+[af]?(-real|-virtual)?", a) for a in architectures.split(","))
+
+
+@compiled
 def test_memory_that_overlaps_is_refused():
     weight = torch.zeros(4, 32)
     inside = weight.view(torch.uint8).view(-1)[: 4 * PITCH].view(4, PITCH)
