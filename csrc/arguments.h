@@ -99,6 +99,18 @@ inline void CheckSameLead(const std::vector<int64_t>& record, const std::vector<
   }
 }
 
+// Refuses what an expanded tensor is: several elements in one place, of which only one can be
+// written.
+inline void CheckWritable(const Tensor& tensor, const char* name) {
+  const std::vector<int64_t> sizes = tensor.sizes();
+  const std::vector<int64_t> strides = tensor.strides();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] > 1 && strides[i] == 0) {
+      Refuse(name, " has rows or columns that share memory: give each its own, with .clone()");
+    }
+  }
+}
+
 // Two contiguous tensors of which one is written.
 inline void CheckNoOverlap(const Tensor& written, const char* name, const Tensor& read,
                            const char* read_name) {

@@ -73,9 +73,10 @@ inline Operands CheckedOperands(const Tensor& input, const Tensor& record, const
 inline void CheckBias(const Tensor& bias, int64_t num_rows, const Tensor& input,
                       const Device& device) {
   CheckedLead(bias, "bias", num_rows, device);
-  if (bias.dtype() != input.dtype() || bias.numel() != num_rows) {
-    Refuse("bias has ", bias.numel(), " elements of dtype code ", bias.dtype(), ", expected ",
-           num_rows, " of the input's dtype code ", input.dtype());
+  if (bias.dim() != 1) Refuse("bias has ", bias.dim(), " dimensions, expected one");
+  if (bias.dtype() != input.dtype()) {
+    Refuse("bias has elements of dtype code ", bias.dtype(), ", expected the input's ",
+           input.dtype());
   }
 }
 

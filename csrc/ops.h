@@ -46,6 +46,7 @@ void DequantizeInto(const Backend& backend, const Tensor& record, const RecordSp
   CheckFloatDtype(out.dtype(), "out");
   CheckSameLead(lead, CheckedLead(out, "out", spec.in_features, backend.device()), "out");
   if (record.numel() == 0) return;
+  CheckWritable(out, "out");
   if (!IsInPlace<Backend>(record)) return DequantizeInto(backend, record.Clone(), spec, out);
   if (!out.is_contiguous()) return out.CopyFrom(Dequantize(backend, record, spec, out.dtype()));
   CheckNoOverlap(out, "out", record, "record");
@@ -87,6 +88,7 @@ void QuantizeInto(const Backend& backend, const Tensor& weight, const RecordSpec
   CheckRecordDtype(record);
   CheckSameLead(lead, CheckedWeight(weight, spec, backend.device()), "weight");
   if (record.numel() == 0) return;
+  CheckWritable(record, "record");
   if (!weight.is_contiguous()) return QuantizeInto(backend, weight.Clone(), spec, record);
   if (!IsInPlace<Backend>(record)) {
     const Tensor rows = record.Clone();

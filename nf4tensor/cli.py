@@ -45,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def environment() -> dict[str, Any]:
     """Return what `nf4tensor env` shows: versions, the compiled library, and each op's backend."""
+    if torch.cuda.is_available():
+        torch.cuda.init()  # so that the table knows the devices
     return {
         "nf4tensor": nf4tensor.__version__,
         "format version": FORMAT_VERSION,

@@ -91,7 +91,7 @@ void ForEachPanel(const Weight& weight, int64_t num_inputs, int64_t length, int6
   const int64_t block = std::clamp<int64_t>(kPanelBytes / (step * bytes), 1, num_inputs);
   const int64_t panel_floats = CeilDiv(step * length * bytes, 4);
   const int64_t product_floats = CeilDiv(step * block * bytes, 4);
-  Workspace workspace(Workspace::BytesFor(panel_floats) + Workspace::BytesFor(product_floats));
+  Workspace workspace({panel_floats, product_floats});
   uint8_t* const panel = reinterpret_cast<uint8_t*>(workspace.Take(panel_floats));
   uint8_t* const product = reinterpret_cast<uint8_t*>(workspace.Take(product_floats));
   for (int64_t first = 0; first < side; first += step) {

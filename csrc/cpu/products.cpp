@@ -153,9 +153,7 @@ void MultiplyBlockByTransposed(const Weight& weight, int64_t num_inputs, const u
   Inputs inputs(weight, num_inputs, num_columns, 0, num_columns, kTileColumns);
   const int64_t tile_floats = unit_rows * inputs.pitch(0);
   const int64_t sums_floats = num_inputs * unit_rows;
-  Workspace workspace(Workspace::BytesFor(inputs.num_floats()) +
-                      Workspace::BytesFor(num_workers * tile_floats) +
-                      Workspace::BytesFor(num_workers * sums_floats));
+  Workspace workspace({inputs.num_floats(), num_workers * tile_floats, num_workers * sums_floats});
   inputs.Load(input, workspace.Take(inputs.num_floats()));
   float* const tiles = workspace.Take(num_workers * tile_floats);
   float* const all_sums = workspace.Take(num_workers * sums_floats);
@@ -185,10 +183,8 @@ void DotBlock(const Weight& weight, int64_t num_inputs, const uint8_t* input, co
   Inputs rest(weight, num_inputs, num_columns, whole, num_columns, kDotStep);
   const int64_t tile_floats = kFewRows * kDotStep;
   const int64_t sums_floats = num_inputs * kFewRows;
-  Workspace workspace(2 * Workspace::BytesFor(natural.num_floats()) +
-                      Workspace::BytesFor(rest.num_floats()) +
-                      Workspace::BytesFor(num_workers * tile_floats) +
-                      Workspace::BytesFor(num_workers * sums_floats));
+  Workspace workspace({natural.num_floats(), rest.num_floats(), natural.num_floats(),
+                       num_workers * tile_floats, num_workers * sums_floats});
   natural.Load(input, workspace.Take(natural.num_floats()));
   rest.Load(input, workspace.Take(rest.num_floats()));
   float* const arranged = workspace.Take(natural.num_floats());
@@ -227,9 +223,7 @@ void MultiplyBlockBy(const Weight& weight, int64_t num_inputs, const uint8_t* in
   Inputs inputs(weight, num_inputs, weight.num_rows, 0, weight.num_rows, kTileRows);
   const int64_t tile_floats = kPanelPitch * CeilDiv(unit_columns, kPanelWidth);
   const int64_t sums_floats = num_inputs * unit_columns;
-  Workspace workspace(Workspace::BytesFor(inputs.num_floats()) +
-                      Workspace::BytesFor(num_workers * tile_floats) +
-                      Workspace::BytesFor(num_workers * sums_floats));
+  Workspace workspace({inputs.num_floats(), num_workers * tile_floats, num_workers * sums_floats});
   inputs.Load(input, workspace.Take(inputs.num_floats()));
   float* const tiles = workspace.Take(num_workers * tile_floats);
   float* const all_sums = workspace.Take(num_workers * sums_floats);

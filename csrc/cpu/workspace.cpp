@@ -55,10 +55,21 @@ int64_t Unmap(Slot& slot) {
   return num_bytes;
 }
 
+// What Take(count) uses up.
+int64_t BytesFor(int64_t count) {
+  return RoundUpTo(count * static_cast<int64_t>(sizeof(float)), kCacheLine);
+}
+
+int64_t BytesFor(std::initializer_list<int64_t> counts) {
+  int64_t num_bytes = 0;
+  for (const int64_t count : counts) num_bytes += BytesFor(count);
+  return num_bytes;
+}
+
 }  // namespace
 
-Workspace::Workspace(int64_t num_bytes)
-    : slot_(TakeSlot()), num_bytes_(RoundUpTo(num_bytes, kHugePage)) {
+Workspace::Workspace(std::initializer_list<int64_t> counts)
+    : slot_(TakeSlot()), num_bytes_(RoundUpTo(BytesFor(counts), kHugePage)) {
   if (slot_ < 0) {
     begin_ = Map(num_bytes_);
   } else {
@@ -90,10 +101,6 @@ float* Workspace::Take(int64_t count) {
   uint8_t* const taken = next_;
   next_ += BytesFor(count);
   return reinterpret_cast<float*>(taken);
-}
-
-int64_t Workspace::BytesFor(int64_t count) {
-  return RoundUpTo(count * static_cast<int64_t>(sizeof(float)), kCacheLine);
 }
 
 int64_t Workspace::Release() {

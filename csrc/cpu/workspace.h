@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace nf4tensor::cpu {
 
@@ -13,17 +14,15 @@ class Workspace {
  public:
   static constexpr int kNumKept = 8;
 
-  // Throws std::bad_alloc where the system has no more memory.
-  explicit Workspace(int64_t num_bytes);
+  // With room for one Take of each of some counts. Throws std::bad_alloc where the system has no
+  // more memory.
+  explicit Workspace(std::initializer_list<int64_t> counts);
   ~Workspace();
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
   // The next count floats of the buffer, at a cache line. Their contents are anything.
   float* Take(int64_t count);
-
-  // What Take(count) uses up, in bytes.
-  static int64_t BytesFor(int64_t count);
 
   // Gives the buffers that no product is using back to the system, and returns their bytes.
   static int64_t Release();

@@ -273,7 +273,8 @@ Variant VariantOf(const RecordSpec& spec, DType dtype, bool is_aligned, bool is_
   if (!is_whole || spec.block_size < kGroup) {
     return {can_pair && is_aligned ? Mapping::kPair : Mapping::kDirect, false};
   }
-  return {mapping == Mapping::kPair && !can_pair ? Mapping::kDirect : mapping, true};
+  // Blocks of 32 have a table each, so no lane can decode for its neighbour.
+  return {mapping == Mapping::kPair && !can_pair ? Mapping::kStaged : mapping, true};
 }
 
 template <DType kDType, ScaleKind kScaleKind>

@@ -3,6 +3,7 @@
 // and barriers one thread at a time (tests/kernels/emulation/cuda_emulator.h).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -81,27 +82,51 @@ void MultiplyTile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[
 #else
 
 inline void CheckCuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("nf4tensor: CUDA failed to ") + what + ": " +
-                             cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  std::string text =
+      std::string("nf4tensor: CUDA failed to ") + what + ": " + cudaGetErrorString(error);
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion ||
+      error == cudaErrorInsufficientDriver) {
+    text +=
+        ": this library was built for other devices or a newer driver: set "
+        "NF4TENSOR_BACKEND=triton or reference, or rebuild nf4tensor";
   }
+  throw std::runtime_error(text);
 }
 
-inline int DeviceAttribute(cudaDeviceAttr attribute) {
-  int device = 0;
+inline int DeviceAttribute(cudaDeviceAttr attribute, int device) {
   int value = 0;
-  CheckCuda(cudaGetDevice(&device), "tell the current device");
   CheckCuda(cudaDeviceGetAttribute(&value, attribute, device), "describe a device");
   return value;
 }
 
-// Of the current device: 90 for 9.0.
-inline int ComputeCapability() {
-  return 10 * DeviceAttribute(cudaDevAttrComputeCapabilityMajor) +
-         DeviceAttribute(cudaDevAttrComputeCapabilityMinor);
+// What kAsk answers for the current device, which is asked once. No answer is zero.
+template <int (*kAsk)(int device)>
+int AnswerOfDevice() {
+  static std::atomic<int> answers[128];  // torch numbers devices with 8 bits, one of them a sign
+  int device = 0;
+  CheckCuda(cudaGetDevice(&device), "tell the current device");
+  int answer = answers[device].load(std::memory_order_relaxed);
+  if (answer == 0) {  // threads may ask at once: they get the same answer
+    answer = kAsk(device);
+    answers[device].store(answer, std::memory_order_relaxed);
+  }
+  return answer;
 }
 
-inline int NumProcessors() { return DeviceAttribute(cudaDevAttrMultiProcessorCount); }
+inline int AskComputeCapability(int device) {
+  return 10 * DeviceAttribute(cudaDevAttrComputeCapabilityMajor, device) +
+         DeviceAttribute(cudaDevAttrComputeCapabilityMinor, device);
+}
+
+inline int AskNumProcessors(int device) {
+  return DeviceAttribute(cudaDevAttrMultiProcessorCount, device);
+}
+
+// Of the current device: 90 for 9.0.
+inline int ComputeCapability() { return AnswerOfDevice<AskComputeCapability>(); }
+
+inline int NumProcessors() { return AnswerOfDevice<AskNumProcessors>(); }
 
 template <typename... Parameters, typename... Arguments>
 void Run(void (*kernel)(Parameters...), const Launch& launch, const Arguments&... arguments) {

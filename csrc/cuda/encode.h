@@ -12,7 +12,9 @@ struct Reciprocal {
   float low;
 };
 
-// From an approximation that is off by a few units in the last place.
+// From an approximation that is off by a few units in the last place. A step of Newton's has to
+// make `high` of it. Without, of the 2.8e9 quotients that cuda_grid_quantize.cpp tries with at most
+// one unit, 32 are on the wrong side of a threshold; of the 4.6e9 with at most two, 181.
 __device__ __forceinline__ Reciprocal RefineReciprocal(float absmax, float guess) {
   const float high = __fmaf_rn(guess, __fmaf_rn(-absmax, guess, 1.0f), guess);
   return {high, __fmul_rn(__fmaf_rn(-absmax, high, 1.0f), high)};

@@ -2,8 +2,9 @@
 // and no CUDA header here, so that a test can link the same kernels against an emulator.
 //
 // All launches are asynchronous, on the current device, allocate nothing and never wait, so that a
-// CUDA graph can capture them. A launch that CUDA refuses throws std::runtime_error. Records lie at
-// multiples of kRecordAlignment, other pointers at multiples of their elements.
+// CUDA graph can capture them. A launch that CUDA refuses throws std::runtime_error; a spec past
+// the limits of rows.h, std::invalid_argument. Records lie at multiples of kRecordAlignment, other
+// pointers at multiples of their elements.
 #pragma once
 
 #include "common/dtype.h"
@@ -58,8 +59,8 @@ struct LinearCall {
 int64_t MaxFusedInputs(const RecordSpec& spec, int64_t num_rows);
 void SetMaxFusedInputs(int64_t max_inputs);
 
-// Whether the kernel takes a call: 16-bit dtypes, in_features a multiple of 8, fewer than 2^31
-// outputs, inputs at a multiple of 16 bytes and records at one of 32.
+// Whether the kernel takes a call: 16-bit dtypes, in_features a multiple of 8, records of 64 MiB at
+// most, fewer than 2^31 outputs, inputs at a multiple of 16 bytes and records at one of 32.
 bool CanFuse(const LinearCall& call);
 // Takes any number of inputs.
 void LaunchLinear(const LinearCall& call, Stream stream);

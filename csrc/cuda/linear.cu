@@ -276,10 +276,11 @@ int64_t max_fused_inputs = -1;  // or what SetMaxFusedInputs was told
 }  // namespace
 
 bool CanFuse(const LinearCall& call) {
-  // Offsets of a block's rows and inputs have 32 bits.
+  // Offsets of a block's rows and inputs, at most 64 of each, have 32 bits.
+  constexpr int64_t kMaxPitch = int64_t{1} << 26;
   constexpr int64_t kMaxColumns = int64_t{1} << 24;
   return call.dtype != kFloat32 && call.spec.in_features % kPieceColumns == 0 &&
-         call.spec.in_features <= kMaxColumns &&
+         call.spec.pitch() <= kMaxPitch && call.spec.in_features <= kMaxColumns &&
          call.num_rows * call.num_inputs < int64_t{1} << 31 && IsAligned(call.input, 16) &&
          IsAligned(call.record, 32);
 }

@@ -9,6 +9,11 @@ extern "C" __attribute__((visibility("default"))) int nf4tensor_register_cuda() 
   return error;
 }
 
+// The processors that the kernels were compiled for, in the words of CMake: "80-real,90".
+extern "C" __attribute__((visibility("default"))) const char* nf4tensor_cuda_architectures() {
+  return NF4TENSOR_CUDA_ARCHITECTURES;
+}
+
 // Mapping and most blocks of dequantize from now on (see kernels.h).
 extern "C" __attribute__((visibility("default"))) void nf4tensor_tune_dequantize(
     int mapping, int64_t max_blocks) {

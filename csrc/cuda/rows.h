@@ -32,17 +32,33 @@ struct RowLayout {
   uint32_t segments_offset;
   uint32_t block_shift;  // log2 of the block size
   uint32_t num_segments;
-  Divider segment_length;
+  Divider segment_length;  // where there are several segments
 };
 
-// Rows of kernels are shorter than this; 2 GiB as float32.
-inline constexpr int64_t kMaxInFeatures = int64_t{1} << 29;
+// Refuses rows in which the kernels cannot count with 32 bits. No weight comes near.
+inline void CheckRowLimits(const RecordSpec& spec) {
+  const auto refuse = [](const std::string& what, int64_t limit) {
+    throw std::invalid_argument("nf4tensor: " + what + ", and the CUDA kernels take less than " +
+                                std::to_string(limit) + ": set NF4TENSOR_BACKEND=reference");
+  };
+  constexpr int64_t kMaxInFeatures = int64_t{1} << 29;  // 2 GiB as float32
+  constexpr int64_t kMaxPitch = int64_t{1} << 32;
+  constexpr int64_t kMaxBlocks = int64_t{1} << 31;  // what a Divider divides
+  if (spec.in_features >= kMaxInFeatures) {
+    refuse("in_features is " + std::to_string(spec.in_features), kMaxInFeatures);
+  }
+  if (spec.pitch() >= kMaxPitch) {
+    refuse("a record has " + std::to_string(spec.pitch()) + " bytes", kMaxPitch);
+  }
+  if (spec.num_segments > 1 && spec.segment_length > (kMaxBlocks - 1) / (spec.num_segments - 1)) {
+    refuse("the last of " + std::to_string(spec.num_segments) + " segments of " +
+               std::to_string(spec.segment_length) + " blocks starts too far behind the first",
+           kMaxBlocks);
+  }
+}
 
 inline RowLayout MakeRowLayout(const RecordSpec& spec) {
-  if (spec.in_features >= kMaxInFeatures) {
-    throw std::runtime_error("nf4tensor: in_features is " + std::to_string(spec.in_features) +
-                             ", and the CUDA kernels take less than 2^29");
-  }
+  CheckRowLimits(spec);
   RowLayout layout{static_cast<uint32_t>(spec.pitch()),
                    static_cast<uint32_t>(spec.in_features),
                    static_cast<uint32_t>(spec.scales_offset()),
@@ -51,11 +67,8 @@ inline RowLayout MakeRowLayout(const RecordSpec& spec) {
                    static_cast<uint32_t>(spec.num_segments),
                    MakeDivider(1)};
   while ((int64_t{1} << layout.block_shift) < spec.block_size) ++layout.block_shift;
-  if (spec.has_segments()) {
-    // A length past every block is as good as any other of them.
-    const int64_t longest = int64_t{1} << 30;
-    layout.segment_length = MakeDivider(
-        static_cast<uint32_t>(spec.segment_length < longest ? spec.segment_length : longest));
+  if (spec.num_segments > 1) {
+    layout.segment_length = MakeDivider(static_cast<uint32_t>(spec.segment_length));
   }
   return layout;
 }
@@ -81,7 +94,8 @@ __device__ __forceinline__ StoredScale LoadScale(const RowLayout& layout, const 
     uint32_t segment = 0;
     if (layout.num_segments > 1) {
       const uint32_t phase = __ldg(reinterpret_cast<const uint32_t*>(segments));
-      // No phase leads out of the row, not even one that no file reader accepts.
+      // No phase leads out of the row, not even one that no file reader accepts. From 2^31 - 1 on,
+      // every block is in the last segment.
       const uint32_t last_phase = 0x7FFFFFFFu - block;
       const uint32_t last_segment = layout.num_segments - 1;
       segment = Divide((phase < last_phase ? phase : last_phase) + block, layout.segment_length);

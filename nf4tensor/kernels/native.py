@@ -6,6 +6,8 @@ reference works without the library.
 """
 
 import ctypes
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -31,14 +33,39 @@ def unavailable_because() -> str | None:
     return _load().reason
 
 
-def cuda_unavailable_because() -> str | None:
-    """Return why the compiled kernels for CUDA devices cannot be used, or None when they can."""
+def cuda_unavailable_because(capabilities: Sequence[tuple[int, int]] = ()) -> str | None:
+    """Return why the compiled kernels for CUDA devices cannot be used, or None when they can.
+
+    Args:
+        capabilities: Of the devices in question, such as (9, 0).
+    """
     if torch.version.cuda is None:
         return "this torch is not built for CUDA"
     library = _load()
     if library.handle is not None and not hasattr(library.handle, "nf4tensor_register_cuda"):
         return "the library was compiled without nvcc, or with NF4TENSOR_CUDA=OFF"
+    if library.handle is not None and capabilities:
+        architectures = library.handle.nf4tensor_cuda_architectures().decode()
+        for index, capability in enumerate(capabilities):
+            if not any(_serves(name, capability) for name in architectures.split(",")):
+                return (
+                    "device {} has compute capability {}.{}, and the library was compiled for {}"
+                ).format(index, *capability, architectures)
     return library.reason
+
+
+def _serves(architecture: str, capability: tuple[int, int]) -> bool:
+    """Tell whether a device runs code for one of CMAKE_CUDA_ARCHITECTURES."""
+    parts = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", architecture)
+    if parts is None:  # a word such as "native": only a launch will tell
+        return True
+    number, suffix, kind = parts.groups()
+    built = divmod(int(number), 10)
+    if suffix == "a":  # of one processor, without the promises of others
+        return built == capability
+    if suffix == "f" or kind == "-real":  # machine code, for later processors of its generation
+        return built[0] == capability[0] and built <= capability
+    return built <= capability  # the driver compiles it for any later one
 
 
 def register(device: str) -> None:
@@ -154,6 +181,7 @@ def _load() -> _Library:
         library.nf4tensor_use_panels.argtypes = [ctypes.c_int]
         library.nf4tensor_release_workspace.restype = ctypes.c_int64
         if hasattr(library, "nf4tensor_register_cuda"):
+            library.nf4tensor_cuda_architectures.restype = ctypes.c_char_p
             library.nf4tensor_tune_dequantize.argtypes = [ctypes.c_int, ctypes.c_int64]
             library.nf4tensor_fuse_linear.argtypes = [ctypes.c_int64]
     except (OSError, AttributeError) as error:

@@ -6,13 +6,17 @@ for everything, triton in place of the compiled library on GPUs, cpu or cuda to 
 where the compiled library cannot be used there. `NF4TENSOR_ISA` forces the CPU's instruction set:
 avx512vbmi, avx512, avx2 or scalar on x86-64, neon or scalar on AArch64. `table()` says what was
 picked and why; `nf4tensor env` prints it.
+
+Which GPUs there are is known once torch has initialized CUDA. Importing this package does not: a
+process that did could not fork.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -44,12 +48,12 @@ class Choice:
     reason: str
 
 
-_choices: list[Choice] = []
+_choices: dict[tuple[str, str], Choice] = {}
 
 
 def table() -> tuple[Choice, ...]:
-    """Return what was registered, one line for each op and kind of device."""
-    return tuple(_choices)
+    """Return one line for each op and kind of device; those of "cuda" may change when it starts."""
+    return tuple(_choices.values())
 
 
 def requested_backend() -> str:
@@ -75,66 +79,94 @@ def register_backends() -> None:
     backend = requested_backend()
     for name, kernel in _REFERENCE.items():
         library.impl(name, kernel, "CompositeExplicitAutograd")
-    _register_cpu(backend)
-    _register_cuda(backend)
-    _register_triton_or_reference("xpu", _why_not_triton(backend, torch.version.xpu, "XPU"))
-    if backend == "triton" and not any(choice.backend == "triton" for choice in _choices):
-        why = next(choice.reason for choice in _choices if choice.device == "cuda")
-        raise NF4TensorError(f"NF4TENSOR_BACKEND is triton, but Triton cannot be used: {why}")
+    _choose_for_cpu(backend)
+    _register_chosen("cpu")
+    _choose_for_cuda(backend)
+    _choose_triton_or_reference("xpu", _why_not_triton(backend, torch.version.xpu, "XPU"))
+    _register_chosen("xpu")
+    if backend == "triton" and not any(one.backend == "triton" for one in table()):
+        _refuse("triton", "Triton", _choices["linear", "cuda"].reason)
     _choose("other", "reference", "no kernel for other devices")
+    # By this torch's own modules queue what has to wait for CUDA; it runs at once if that is there.
+    torch.cuda._lazy_call(partial(_register_for_cuda, backend))
+
+
+@cache  # torch calls again if it fails to initialize later on
+def _register_for_cuda(backend: str) -> None:
+    num_devices = 0 if torch.version.hip else torch.cuda.device_count()
+    _choose_for_cuda(backend, [torch.cuda.get_device_capability(i) for i in range(num_devices)])
+    if backend == "triton" and _choices["linear", "cuda"].backend != "triton":
+        _refuse("triton", "Triton", _choices["linear", "cuda"].reason)
+    _register_chosen("cuda")
+
+
+def _refuse(backend: str, what: str, reason: str) -> NoReturn:
+    raise NF4TensorError(
+        f"NF4TENSOR_BACKEND is {backend}, but {what} cannot be used: {reason}: unset it to use "
+        "the fastest backend that can"
+    )
+
+
+def _register_chosen(device: str) -> None:
+    chosen = {name: _choices[name, device].backend for name in _REFERENCE}
+    if device in chosen.values():
+        native.register(device)
+    for name, backend in chosen.items():
+        if backend == "triton":
+            library.impl(name, _TRITON[name], device.upper())
 
 
 def _choose(device: str, backend: str, reason: str) -> None:
-    _choices.extend(Choice(name, device, backend, reason) for name in _REFERENCE)
+    for name in _REFERENCE:
+        _choices[name, device] = Choice(name, device, backend, reason)
 
 
-def _register_cpu(backend: str) -> None:
+def _choose_for_cpu(backend: str) -> None:
     reason = f"NF4TENSOR_BACKEND={backend}" if backend == "reference" else None
     reason = reason or native.unavailable_because()
     if reason is not None:
         if backend == "cpu":
-            raise NF4TensorError(
-                f"NF4TENSOR_BACKEND is cpu, but the compiled library cannot be used: {reason}"
-            )
+            _refuse("cpu", "the compiled library", reason)
         _choose("cpu", "reference", reason)
         return
-    native.register("cpu")
     if forced_isa := os.environ.get("NF4TENSOR_ISA"):
         native.use_isa(forced_isa)
     _choose("cpu", "cpu", f"compiled library, {native.isa()}")
 
 
-def _register_cuda(backend: str) -> None:
+def _choose_for_cuda(backend: str, capabilities: Sequence[tuple[int, int]] = ()) -> None:
+    """Choose what all devices can run, or any would, where none are given."""
     reason = f"NF4TENSOR_BACKEND={backend}" if backend in ("reference", "triton") else None
-    reason = reason or native.cuda_unavailable_because()
+    reason = reason or native.cuda_unavailable_because(capabilities)
     if reason is None:
-        native.register("cuda")
         _choose("cuda", "cuda", "compiled library")
         return
     if backend == "cuda":
-        raise NF4TensorError(
-            f"NF4TENSOR_BACKEND is cuda, but the compiled kernels cannot be used: {reason}"
-        )
+        _refuse("cuda", "the compiled kernels", reason)
     version = torch.version.cuda or torch.version.hip  # torch calls both devices "cuda"
-    why_not = _why_not_triton(backend, version, "CUDA or ROCm")
-    _register_triton_or_reference("cuda", why_not, f"; {reason}")
+    why_not = _why_not_triton(backend, version, "CUDA or ROCm", capabilities)
+    _choose_triton_or_reference("cuda", why_not, reason)
 
 
-def _why_not_triton(backend: str, version: str | None, platform: str) -> str | None:
+def _why_not_triton(
+    backend: str,
+    version: str | None,
+    platform: str,
+    capabilities: Sequence[tuple[int, int]] = (),
+) -> str | None:
     if backend == "reference":
         return "NF4TENSOR_BACKEND=reference"
     if version is None:
         return f"this torch is not built for {platform}"
-    return triton_backend.unavailable_because()
+    return triton_backend.unavailable_because(capabilities)
 
 
-def _register_triton_or_reference(device: str, reason: str | None, because: str = "") -> None:
-    for name in _REFERENCE:
-        if reason is None and name in _TRITON:
-            library.impl(name, _TRITON[name], device.upper())
-            _choices.append(Choice(name, device, "triton", f"Triton{because}"))
-        else:
-            _choices.append(Choice(name, device, "reference", reason or "not in Triton"))
+def _choose_triton_or_reference(device: str, why_not: str | None, because: str = "") -> None:
+    _choose(device, "reference", why_not or "not in Triton")
+    if why_not is None:
+        reason = f"Triton; {because}" if because else "Triton"
+        for name in _TRITON:
+            _choices[name, device] = Choice(name, device, "triton", reason)
 
 
 def _quantize(weight: Tensor, *op_args: int) -> Tensor:

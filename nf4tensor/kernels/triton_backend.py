@@ -1,9 +1,11 @@
 """The Triton kernels as `select.py` calls them, for GPUs that the compiled library has none for.
 
 Triton is imported by the first call, never with the package. The caller has checked arguments;
-what is not contiguous is copied here.
+what is not contiguous is copied here. A kernel is compiled by the first call that needs it, so a
+CUDA graph can capture calls like those that were made before.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
@@ -13,11 +15,23 @@ from torch import Tensor
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels.reference import multiply
 
+# That torch.compile asks of devices for Triton, too.
+OLDEST_CAPABILITY = (7, 0)
 
-def unavailable_because() -> str | None:
-    """Return why the kernels cannot be used, or None when they can; imports nothing."""
+
+def unavailable_because(capabilities: Sequence[tuple[int, int]] = ()) -> str | None:
+    """Return why the kernels cannot be used, or None when they can; imports nothing.
+
+    Args:
+        capabilities: Of the CUDA devices in question, such as (9, 0).
+    """
     if find_spec("triton") is None:
         return "triton is not installed: pip install 'nf4tensor[triton]'"
+    for index, capability in enumerate(capabilities):
+        if capability < OLDEST_CAPABILITY:
+            return ("device {} has compute capability {}.{}, and Triton's code needs {}.{}").format(
+                index, *capability, *OLDEST_CAPABILITY
+            )
     return None
 
 

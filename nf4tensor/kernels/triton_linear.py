@@ -5,6 +5,8 @@ decodes a group of each row (see `triton_record.py`) and multiplies it into sums
 matrix units. Called through `triton_backend.py`.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -22,8 +24,8 @@ from nf4tensor.kernels.triton_record import (
     with_one_nan,
 )
 
-# Counted, never measured: no GPU was at hand. A fused weight costs 9 to 12 instructions, half a
-# byte of memory and, with 32 inputs, 4 bytes out of the L2; one that is decoded first costs 6.5
+# Counted, never measured: no GPU was at hand. A fused weight costs 8 to 13 instructions, half a
+# byte of memory and, with 32 inputs, 4 bytes out of the L2; one that is decoded first costs 6
 # instructions and 6.5 bytes of memory. More inputs would cost registers and L2 first.
 # bitsandbytes measured for its own kernels: they win up to 32 inputs on B200, 64 on H100, 128 on
 # A100.
@@ -40,9 +42,19 @@ def can_fuse(input: Tensor, record: Tensor, spec: NF4Spec) -> bool:
     return (
         input.dtype in (torch.bfloat16, torch.float16)
         and record.dim() == 2
+        and _has_matrix_units(record.device)
         and input.numel() <= MAX_INPUTS * spec.in_features
         and spec.in_features <= MAX_IN_FEATURES
     )
+
+
+@cache
+def _has_matrix_units(device: torch.device) -> bool:
+    # That Triton knows. For 7.5 it multiplies without: 31 instructions a weight and, with 32
+    # inputs, 3.6 KB of spilled registers. Decoding for torch's own product takes 5.8 there.
+    if device.type != "cuda" or torch.version.hip:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def linear(input: Tensor, record: Tensor, spec: NF4Spec, bias: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nf4tensor.errors import UnsupportedError
 from nf4tensor.format.codebook import DYNAMIC_MAP, LEVELS
 from nf4tensor.format.spec import NF4Spec, ceil_div
 
@@ -26,7 +27,17 @@ OPTIONS = {"enable_fp_fusion": False}
 
 @cache
 def tables(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the 16 levels and the 256 entries of the 8-bit map as float32 on a device."""
+    """Return the 16 levels and the 256 entries of the 8-bit map as float32 on a device.
+
+    Raises:
+        UnsupportedError: The first call for a device is inside of a CUDA graph's capture, which
+            would fill them only when the graph is replayed.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"the first use of {quant_type} weights on {device} is inside of a CUDA graph's "
+            "capture: make the call once before, which also compiles its kernel"
+        )
     # Tensors and not constants in the code: a lane loads its level once, while choosing one of 16
     # constants is a select for each.
     return (
@@ -159,15 +170,28 @@ def load_codes(codes, lane, GROUP: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def look_up(table, codes, GROUP: tl.constexpr, DTYPE: tl.constexpr):
     """Return the bits of weights in their order, as unsigned integers [groups, GROUP]."""
+    NUM_GROUPS: tl.constexpr = table.shape[0]
+    # Two groups side by side fill a warp: then an index is the lane to shuffle from, and the number
+    # of the group can be put into several of them at once. For one group after the other, Triton
+    # does that for each weight: 6.4 instructions in place of 5.9.
+    BESIDE: tl.constexpr = 2 if NUM_GROUPS > 1 else 1
+    table = tl.reshape(table, [NUM_GROUPS // BESIDE, 16 * BESIDE])
+    codes = tl.reshape(codes, [NUM_GROUPS // BESIDE, 16 * BESIDE])
+    first = (tl.arange(0, 16 * BESIDE) // 16 * 16)[None, :]
     if GROUP == 64:
-        # Each join adds a dimension behind: [groups, 16, byte, nibble], the high nibble first.
-        high = tl.join(tl.gather(table, (codes >> 4) & 15, 1), tl.gather(table, codes >> 12, 1))
-        low = tl.join(tl.gather(table, codes & 15, 1), tl.gather(table, (codes >> 8) & 15, 1))
-        weights = tl.join(high, low)
+        # Two indices in 16 bits. Each join adds a dimension behind: [.., lane, byte, nibble], the
+        # high nibble first.
+        high = ((codes >> 4) & 0x0F0F) | (first * 0x101)
+        low = (codes & 0x0F0F) | (first * 0x101)
+        weights = tl.join(
+            tl.join(tl.gather(table, high & 31, 1), tl.gather(table, high >> 8, 1)),
+            tl.join(tl.gather(table, low & 31, 1), tl.gather(table, low >> 8, 1)),
+        )
     elif GROUP == 32:
-        weights = tl.join(tl.gather(table, codes >> 4, 1), tl.gather(table, codes & 15, 1))
+        high, low = (codes >> 4) | first, (codes & 15) | first
+        weights = tl.join(tl.gather(table, high, 1), tl.gather(table, low, 1))
     else:
-        weights = tl.gather(table, codes & 15, 1)
+        weights = tl.gather(table, (codes & 15) | first, 1)
     if DTYPE != tl.float32:
         weights = (weights >> 16).to(tl.uint16)
-    return tl.reshape(weights, [table.shape[0], GROUP])
+    return tl.reshape(weights, [NUM_GROUPS, GROUP])

@@ -8,9 +8,12 @@
 // 2 where it cannot run.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -114,15 +117,50 @@ class Grid {
     Check(launches.size() > 1, "a single launch for more than 2^31 groups");
   }
 
-  void TestTooLongRows() {
-    spec_ = MakeSpec(int64_t{1} << 29, 64, ScaleKind::kFloat32, QuantType::kNf4);
-    bool is_refused = false;
-    try {
-      cuda::LaunchDequantize(spec_, kBFloat16, 1, nullptr, nullptr, nullptr);
-    } catch (const std::runtime_error&) {
-      is_refused = true;
+  // What cannot be counted with 32 bits is refused.
+  void TestLimits() {
+    constexpr ScaleKind kSquare8 = ScaleKind::kSquare8;
+    const auto refuses = [](const RecordSpec& spec, const char* words) {
+      std::string said;
+      try {
+        cuda::LaunchDequantize(spec, kBFloat16, 1, nullptr, nullptr, nullptr);
+      } catch (const std::invalid_argument& error) {
+        said = error.what();
+      }
+      Check(said.find(words) != std::string::npos, words);
+    };
+    emulator::state.recorder = [](const emulator::Recorded&) {};  // a launch would crash
+    refuses(MakeSpec(int64_t{1} << 29, 64, ScaleKind::kFloat32, QuantType::kNf4),
+            "in_features is 536870912, and the CUDA kernels take less than 536870912: set NF4");
+    refuses({64, 64, kSquare8, 1, int64_t{1} << 29, QuantType::kNf4},
+            "a record has 4294967360 bytes, and the CUDA kernels take less than 4294967296");
+    refuses({64, 64, kSquare8, int64_t{1} << 31, 2, QuantType::kNf4},
+            "the last of 2 segments of 2147483648 blocks starts too far behind the first");
+    refuses({64, 64, kSquare8, int64_t{1} << 40, 1025, QuantType::kNf4}, "of 1099511627776 blocks");
+    emulator::state.recorder = nullptr;
+  }
+
+  // Phases of every size, with segments as long as can be.
+  void TestPhases() {
+    random_ = Random(seed_);
+    const int64_t kFarthest = (int64_t{1} << 31) - 1;
+    for (const int64_t segment_length : {int64_t{5}, kFarthest / 3, kFarthest}) {
+      const int64_t num_segments = segment_length == kFarthest ? 2 : 4;
+      spec_ = {300, 16, ScaleKind::kSquare8, segment_length, num_segments, QuantType::kNf4};
+      Bytes records = MakeRecords(spec_, 11, random_);
+      const int64_t far = std::min(segment_length * num_segments, int64_t{1} << 32) - 1;
+      const int64_t phases[] = {
+          0,       segment_length - 3, segment_length, 2 * segment_length - 9, far - 9,   far,
+          1 << 30, kFarthest - 9,      kFarthest,      kFarthest + 1,          UINT32_MAX};
+      for (int64_t row = 0; row < 11; ++row) {
+        Store(records.data() + row * spec_.pitch() + spec_.segments_offset(),
+              static_cast<uint32_t>(phases[row]));
+      }
+      for (const DType dtype : kDTypes) TestDType(dtype, 11, records);
     }
-    Check(is_refused, "a launch for rows that are too long");
+    // A single segment has everything, however long it is.
+    spec_ = {300, 16, ScaleKind::kSquare8, int64_t{1} << 40, 1, QuantType::kNf4};
+    TestDType(kBFloat16, 3, MakeRecords(spec_, 3, random_));
   }
 
   // The last rows of a weight whose record and output are both larger than 4 GiB.
@@ -213,7 +251,8 @@ int Run(int64_t stride, uint64_t seed) {
   grid.TestWidth(40, kManyRows);
   grid.TestWidth(kWideFeatures, 3);
   grid.TestManyGroups();
-  grid.TestTooLongRows();
+  grid.TestLimits();
+  grid.TestPhases();
   grid.TestFarRows();
   std::printf("dequantize: %" PRId64 " comparisons\n", grid.num_comparisons());
   return 0;

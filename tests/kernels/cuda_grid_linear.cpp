@@ -228,6 +228,7 @@ class Grid {
     refuses([](cuda::LinearCall& call) { call.dtype = kFloat32; });
     refuses([](cuda::LinearCall& call) { call.spec.in_features = 68; });
     refuses([](cuda::LinearCall& call) { call.spec.in_features = (1 << 24) + 8; });
+    refuses([](cuda::LinearCall& call) { call.spec.num_segments = int64_t{1} << 23; });
     refuses([](cuda::LinearCall& call) { call.num_rows = int64_t{1} << 29; });
     refuses([](cuda::LinearCall& call) { call.input += 8; });
     refuses([](cuda::LinearCall& call) { call.record += 16; });

@@ -18,6 +18,7 @@ from tests.kernels.ptx.calls import (
     linear_kernels,
     quantize_kernels,
 )
+from tests.kernels.ptx.counts import SECTOR
 from tests.kernels.ptx.execute import Execution
 from tests.kernels.ptx.launches import needs_compiler, needs_nvcc
 
@@ -25,10 +26,10 @@ pytestmark = [needs_nvcc, needs_compiler]
 
 
 def count_dequantize(
-    calls: Calls, num_rows: int, width: int, dtype: torch.dtype, mapping: int = 0
+    calls: Calls, num_rows: int, width: int, dtype: torch.dtype, *, mapping=0, block_size=64
 ) -> Execution:
-    """Decode whole blocks of threads with the default spec, records at a multiple of a sector."""
-    spec = NF4Spec.for_weight(width)
+    """Decode whole blocks of threads, records at a multiple of a sector."""
+    spec = NF4Spec.for_weight(width, block_size)
     with calls.recorder.configured(mapping=mapping):
         call = calls.dequantize(num_rows, spec, dtype, record=1 << 40)
     out = garbage(num_rows, width, dtype=dtype)
@@ -51,6 +52,21 @@ def test_dequantize_moves_whole_sectors(calls, dtype):
         assert sum(access.num_bytes for access in stores) == num_rows * width * dtype.itemsize
         assert codes.num_bytes == num_rows * width // 2
         assert not any(access.name == "shared" for access in execution.accesses)
+
+
+@dequantize_kernels
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_dequantize_fills_sectors_from_blocks_of_32_on(calls, dtype):
+    """Before sm_100 by way of shared memory: in pairs, both lanes need the tables of both.
+
+    For blocks of 16, the kernel without kWhole stores 16 bytes a lane: sectors are written in
+    halves, by two instructions one after the other. That is how it is, for blocks so rare.
+    """
+    for block_size, sectors in ((32, 1), (16, 2)):
+        execution = count_dequantize(calls, 8, 4096, dtype, block_size=block_size)
+        stores = [a for a in execution.accesses if a.is_store and a.name == "out"]
+        assert sum(access.num_bytes for access in stores) == 8 * 4096 * 2
+        assert {SECTOR * a.sectors / a.num_bytes for a in stores} == {sectors}
 
 
 @dequantize_kernels

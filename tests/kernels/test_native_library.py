@@ -5,6 +5,7 @@ The ops are called below `ops.py`, past every check of Python's: the kernels che
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 
@@ -208,6 +209,15 @@ def test_environment_forces_an_instruction_set():
 
 
 @compiled
+def test_a_library_with_cuda_kernels_tells_for_which_processors():
+    library = native._load().handle
+    if not hasattr(library, "nf4tensor_register_cuda"):
+        pytest.skip("compiled without nvcc")
+    architectures = library.nf4tensor_cuda_architectures().decode()
+    assert all(re.fullmatch(r"\d+[af]?(-real|-virtual)?", a) for a in architectures.split(","))
+
+
+@compiled
 def test_memory_that_overlaps_is_refused():
     weight = torch.zeros(4, 32)
     inside = weight.view(torch.uint8).view(-1)[: 4 * PITCH].view(4, PITCH)
@@ -215,3 +225,15 @@ def test_memory_that_overlaps_is_refused():
         call("quantize_into", weight, inside)
     with pytest.raises(ValueError, match="out lies in the memory of record"):
         call("dequantize_into", inside, weight)
+
+
+@compiled
+def test_rows_that_share_memory_are_not_written():
+    weight, record = torch.zeros(4, 32), torch.zeros(4, PITCH, dtype=torch.uint8)
+    words = "has rows or columns that share memory: give each its own, with .clone()"
+    with pytest.raises(ValueError, match=f"record {re.escape(words)}"):
+        call("quantize_into", weight, record[:1].expand(4, -1))
+    with pytest.raises(ValueError, match=f"out {re.escape(words)}"):
+        call("dequantize_into", record, weight[:, :1].expand(-1, 32))
+    call("quantize_into", weight[:1], record[:1].expand(1, -1))
+    call("dequantize_into", record[:0], weight[:1].expand(0, -1))

@@ -239,16 +239,11 @@ def freed(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("op", "arguments", "bias", "words"),
     [
-        (
-            "linear",
-            (X, RECORD),
-            dense(4),
-            "bias has 4 elements.*expected 5|last size 4, expected 5",
-        ),
+        ("linear", (X, RECORD), dense(4), "bias has the last size 4, expected 5"),
         ("linear", (X, RECORD), dense(0), "last size 0, expected 5"),
-        ("linear", (X, RECORD), dense(2, 5), "bias has 10 elements.*expected 5"),
-        ("linear", (X, RECORD), dense(5).half(), "bias has 5 elements of dtype code"),
-        ("linear", (X.half(), RECORD), dense(5), "bias has 5 elements of dtype code"),
+        ("linear", (X, RECORD), dense(1, 5), "bias has 2 dimensions, expected one"),
+        ("linear", (X, RECORD), dense(5).half(), "bias has elements of dtype code"),
+        ("linear", (X.half(), RECORD), dense(5), "bias has elements of dtype code"),
         ("linear", (X, RECORD), torch.tensor(1.0), "bias has no dimensions"),
         ("linear", (X[:, 1:], RECORD), None, "input has the last size 575, expected 576"),
         ("linear", (X.double(), RECORD), None, "input has elements of dtype code"),

@@ -9,7 +9,9 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+from nf4tensor.errors import UnsupportedError
 from nf4tensor.kernels import triton_backend
 from tests.source_tree import ROOT
 
@@ -45,6 +47,18 @@ def test_more_under_the_interpreter():
 def test_without_triton_the_reason_names_the_extra(monkeypatch):
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
     assert "pip install 'nf4tensor[triton]'" in triton_backend.unavailable_because()
+
+
+@needs_triton
+def test_a_first_call_while_a_graph_is_captured_is_refused(monkeypatch):
+    from nf4tensor.kernels import triton_record
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        UnsupportedError, match=r"first use of fp4 weights on cuda:3 .* once before"
+    ):
+        triton_record.tables("fp4", torch.device("cuda", 3))
+    triton_record.tables("fp4", torch.device("cpu"))
 
 
 @needs_triton

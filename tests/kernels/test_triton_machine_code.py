@@ -35,15 +35,17 @@ TYPES = {
 ROWS = 4096
 
 
-# What is decoded: the most instructions a weight, of the whole program, and how wide stores are.
+# What is decoded: the most instructions a weight, of the whole program, and how wide stores are. A
+# lane loads 2 bytes of codes and stores 8 of 16-bit weights, whole sectors a warp all the same; to
+# move 16 at a time, weights would have to go through shared memory, 0.8 instructions more.
 DEQUANTIZE = {
-    "bfloat16": (NF4Spec.for_weight(4096), torch.bfloat16, 6.6, "64"),
-    "two rows": (NF4Spec.for_weight(14336), torch.bfloat16, 6.8, "64"),
-    "narrow": (NF4Spec.for_weight(576), torch.bfloat16, 7.0, "64"),
-    "dynamic8": (NF4Spec(4096, 64, "dynamic8", 256, 2), torch.bfloat16, 6.8, "64"),
-    "float32 scales": (NF4Spec.for_weight(4096, 64, None), torch.bfloat16, 6.5, "64"),
-    "float16": (NF4Spec.for_weight(4096), torch.float16, 8.6, "64"),
-    "float32": (NF4Spec.for_weight(4096), torch.float32, 5.1, "128"),
+    "bfloat16": (NF4Spec.for_weight(4096), torch.bfloat16, 6.1, "64"),
+    "two rows": (NF4Spec.for_weight(14336), torch.bfloat16, 6.2, "64"),
+    "narrow": (NF4Spec.for_weight(576), torch.bfloat16, 6.6, "64"),
+    "dynamic8": (NF4Spec(4096, 64, "dynamic8", 256, 2), torch.bfloat16, 6.2, "64"),
+    "float32 scales": (NF4Spec.for_weight(4096, 64, None), torch.bfloat16, 6.0, "64"),
+    "float16": (NF4Spec.for_weight(4096), torch.float16, 8.1, "64"),
+    "float32": (NF4Spec.for_weight(4096), torch.float32, 4.6, "128"),
 }
 
 
@@ -225,6 +227,13 @@ def test_dequantize(dequantize_launch, tmp_path, architecture):
     check_dequantize(launch, architecture, "bfloat16", tmp_path)
 
 
+def test_dequantize_for_processors_that_only_triton_has(dequantize_launch, tmp_path):
+    launch = dequantize_launch(*DEQUANTIZE["bfloat16"][:2])
+    code = machine_code(launch, 75, tmp_path)
+    assert_clean(code, most_registers=64)
+    assert len(code.instructions) <= 5.9 * weights_of_a_thread(launch)
+
+
 @pytest.mark.parametrize("case", ["float16", "float32"])
 def test_dequantize_to_other_dtypes(dequantize_launch, tmp_path, case):
     check_dequantize(dequantize_launch(*DEQUANTIZE[case][:2]), 90, case, tmp_path)
@@ -241,13 +250,13 @@ def test_dequantize_where_nothing_is_aligned(dequantize_launch, tmp_path):
     launch = dequantize_launch(NF4Spec.for_weight(4096), torch.bfloat16, shift=1)
     code = machine_code(launch, 90, tmp_path)
     assert_clean(code, most_registers=56)
-    assert len(code.instructions) <= 7.4 * weights_of_a_thread(launch)
+    assert len(code.instructions) <= 6.7 * weights_of_a_thread(launch)
     assert code.modifiers("STG") == {"64"}
 
     launch = dequantize_launch(NF4Spec.for_weight(4095), torch.bfloat16)
     code = machine_code(launch, 90, tmp_path)
     assert_clean(code, most_registers=64)
-    assert len(code.instructions) <= 9.8 * weights_of_a_thread(launch)
+    assert len(code.instructions) <= 9.2 * weights_of_a_thread(launch)
     assert code.modifiers("STG") == {"U16"}
 
 
@@ -262,7 +271,7 @@ def check_linear(launch: Launch, architecture: int, most_instructions: float, fo
 @pytest.mark.parametrize("architecture", [80, 100])
 def test_linear(linear_launch, tmp_path, architecture):
     launch = linear_launch(NF4Spec.for_weight(4096), torch.bfloat16, 1)
-    check_linear(launch, architecture, 10, tmp_path)
+    check_linear(launch, architecture, 9, tmp_path)
 
 
 @pytest.mark.slow
@@ -271,7 +280,7 @@ def test_linear(linear_launch, tmp_path, architecture):
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, 86, 89])
 def test_linear_for_every_architecture(linear_launch, tmp_path, architecture, num_inputs, dtype):
     launch = linear_launch(NF4Spec.for_weight(4096), dtype, num_inputs)
-    most_instructions = {16: 10, 32: 12}[num_inputs] + 2 * (dtype == torch.float16)
+    most_instructions = {16: 9.3, 32: 10.7}[num_inputs] + 2 * (dtype == torch.float16)
     check_linear(launch, architecture, most_instructions, tmp_path)
 
 

@@ -109,24 +109,24 @@ class _Space:
         return inside[0] if inside else "global"
 
 
-def _element(opcode: Opcode) -> tuple[str, np.dtype]:
-    """The type, and what its bytes are read as: numpy has no bfloat16 and tells NaNs apart."""
+def _vector(execution: "Execution", opcode: Opcode) -> tuple[str, np.dtype, int, _Space]:
+    """Return what a load or store moves: its type in registers and in memory, how many, where.
+
+    numpy has no bfloat16 and tells NaNs apart, so floats are moved as integers.
+    """
     kind = opcode.type()
     dtype = DTYPES[kind]
-    return kind, dtype if dtype.kind == "i" else np.dtype(f"u{dtype.itemsize}")
-
-
-def _bits_of(kind: str) -> str:
-    return kind if kind[0] == "s" else f"b{8 * DTYPES[kind].itemsize}"
+    bits = kind if kind[0] == "s" else f"b{8 * dtype.itemsize}"
+    count = int((opcode.take("v2", "v4", "v8") or "v1")[1:])
+    space = _Space(execution, opcode, opcode.take(*_SPACES).partition("::")[0])
+    return bits, dtype if dtype.kind == "i" else np.dtype(f"u{dtype.itemsize}"), count, space
 
 
 @instruction("ld", "ldu")
 def _ld(execution: "Execution", opcode: Opcode, operands: Sequence[str]) -> Bound:
-    kind, dtype = _element(opcode)
-    count = int((opcode.take("v2", "v4", "v8") or "v1")[1:])
-    space = _Space(execution, opcode, opcode.take(*_SPACES).partition("::")[0])
+    bits, dtype, count, space = _vector(execution, opcode)
     addresses = address_reader(execution, operands[1])
-    writers = [execution.registers.writer(name, _bits_of(kind)) for name in vector(operands[0])]
+    writers = [execution.registers.writer(name, bits) for name in vector(operands[0])]
     assert len(writers) == count, opcode.text
 
     def run(select: Select) -> None:
@@ -144,11 +144,9 @@ def _ld(execution: "Execution", opcode: Opcode, operands: Sequence[str]) -> Boun
 
 @instruction("st")
 def _st(execution: "Execution", opcode: Opcode, operands: Sequence[str]) -> Bound:
-    kind, dtype = _element(opcode)
-    count = int((opcode.take("v2", "v4", "v8") or "v1")[1:])
-    space = _Space(execution, opcode, opcode.take(*_SPACES).partition("::")[0])
+    bits, dtype, count, space = _vector(execution, opcode)
     addresses = address_reader(execution, operands[0])
-    readers = [execution.registers.reader(name, _bits_of(kind)) for name in vector(operands[1])]
+    readers = [execution.registers.reader(name, bits) for name in vector(operands[1])]
     assert len(readers) == count, opcode.text
 
     def run(select: Select) -> None:
