@@ -145,7 +145,7 @@ class Checkpoint:
                 f"cannot read {file} ({size} bytes): {error}: copy or save it again"
             ) from error
         weights, aliases = _metadata(file, opened.metadata() or {})
-        names = opened.keys()
+        names = opened.offset_keys()
         if missing := set(weights) - set(names):
             raise CheckpointError(f"{file} describes weights that it does not hold: {missing}")
         if repeated := set(aliases) & set(self.aliases):

@@ -82,8 +82,11 @@ def without(key: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def damages() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
-    """Yield 70 ways to damage a file, by name."""
+Damages = Iterator[tuple[str, Callable[[bytes], bytes]]]
+
+
+def damaged_files() -> Damages:
+    """Yield ways to damage a file as a whole, by name."""
     for part in (0.0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.9999):
         yield f"cut at {part}", lambda data, part=part: data[: int(len(data) * part)]
     for length in (1, 7, 8, 9):
@@ -113,6 +116,10 @@ def damages() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
             b"12",
         ),
     )
+
+
+def damaged_entries() -> Damages:
+    """Yield ways to damage what the header says of a tensor, by name."""
     yield "wrong size", with_entry(shape=[6, 97])
     yield "huge shape", with_entry(shape=[2**40, 2**40])
     yield "negative shape", with_entry(shape=[-6, -96])
@@ -129,6 +136,10 @@ def damages() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
     yield "offsets beyond", with_entry(data_offsets=[2**50, 2**50 + 576])
     yield "overlap", with_entry(data_offsets=[1, 577])
     yield "renamed", with_header(rename)
+
+
+def damaged_metadata() -> Damages:
+    """Yield ways to damage what the metadata says of all weights, by name."""
     yield (
         "metadata is no JSON",
         with_header(lambda header: header["__metadata__"].update(nf4tensor="{")),
@@ -157,6 +168,10 @@ def damages() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
     yield "alias of nothing", with_metadata(lambda d: d.update(aliases={"a": "ghost"}))
     yield "alias of itself", with_metadata(lambda d: d.update(aliases={WEIGHT: WEIGHT}))
     yield "alias is a number", with_metadata(lambda d: d.update(aliases={"a": 4}))
+
+
+def damaged_specs() -> Damages:
+    """Yield ways to damage what the metadata says of one weight, by name."""
     yield "unknown field", with_weight(zero_point=0)
     for field, values in {
         "in_features": (0, -1, 95, 97, 2**62, 96.0, "96", True),
@@ -205,7 +220,11 @@ def test_damaged_record(good: bytes, tmp_path: Path, damage):
         checkpoint.load(make_model(**OPTIONS), tmp_path, progress=False)
 
 
-DAMAGES = dict(damages())
+DAMAGES = {
+    name: damage
+    for damages in (damaged_files, damaged_entries, damaged_metadata, damaged_specs)
+    for name, damage in damages()
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
