@@ -7,6 +7,7 @@ whole model. CONTRIBUTING.md and each folder's own docstring describe the rooms 
 from nf4tensor import checkpoint, fsdp
 from nf4tensor.errors import NF4TensorError, NF4TensorWarning
 from nf4tensor.format.spec import NF4Spec
+from nf4tensor.fsdp.doctor import doctor
 from nf4tensor.kernels.ops import release_workspace
 from nf4tensor.nn.convert import dequantize_, memory_footprint, quantize_
 from nf4tensor.tensor import NF4Tensor, to_nf4
@@ -21,6 +22,7 @@ __all__ = [
     "NF4TensorWarning",
     "checkpoint",
     "dequantize_",
+    "doctor",
     "fsdp",
     "linear_nf4",
     "memory_footprint",

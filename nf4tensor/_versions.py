@@ -55,6 +55,28 @@ def set_fsdp_shard_size(param: Any, size: torch.Size) -> None:
     param.padded_sharded_param_size = size
 
 
+def fsdp_groups(module: Any) -> list[Any]:
+    """Return the FSDPParamGroups that FSDP2 gathers for a module, none where it gathers nothing.
+
+    Before torch let the parameters of a module have meshes of their own, a module had one group.
+    """
+    get_state = getattr(module, "_get_fsdp_state", None)
+    if get_state is None:
+        return []
+    state = get_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (state._fsdp_param_group,) if g] if groups is None else list(groups)
+
+
+def reshards_to_smaller_mesh(group: Any) -> bool:
+    """Tell whether `fully_shard` was given an integer `reshard_after_forward` for a group.
+
+    What the group has, not its parameters: `set_reshard_after_forward` changes only the group.
+    """
+    after_forward = getattr(group, "post_forward_mesh_info", None)
+    return after_forward is not None and after_forward != getattr(group, "mesh_info", None)
+
+
 def is_broadcasting_state() -> bool:
     """Tell whether torch's `set_model_state_dict(..., broadcast_from_rank0=True)` is the caller.
 

@@ -44,3 +44,7 @@ class CheckpointError(NF4TensorError, ValueError):
 
 class NF4TensorWarning(UserWarning):
     """Something works, but costs memory or precision that a user may not expect."""
+
+
+class UnhealthyError(NF4TensorError, AssertionError):
+    """A model that `doctor` found faults in; the message is its report."""

@@ -40,14 +40,14 @@ def alike(
         made, facts = make()
     except Exception as raised:  # any: the other ranks must hear of it
         failure = raised
-    told = None if failure is None else _describe(failure)
+    told = None if failure is None else describe(failure)
     found = _gather(mesh, (hashlib.sha256("\n".join(facts).encode()).hexdigest(), told))
     ranks = mesh.mesh.flatten().tolist()
     failures = {
         rank: told for rank, (_, told) in zip(ranks, found, strict=True) if told is not None
     }
     if failures:
-        raise error(_common(failures, len(ranks))) from failure
+        raise error(common_failure(failures, len(ranks))) from failure
     if len(set(found)) > 1:
         raise error(_disagreement(dict(zip(ranks, _gather(mesh, facts), strict=True))))
     assert made is not None
@@ -72,12 +72,13 @@ def _disagreement(facts: dict[int, Sequence[str]]) -> str:
     raise AssertionError(facts)
 
 
-def _describe(failure: Exception) -> str:
+def describe(failure: Exception) -> str:
+    """Return an error as other ranks are told of it."""
     is_ours = isinstance(failure, NF4TensorError)
     return str(failure) if is_ours else f"{type(failure).__name__}: {failure}"
 
 
-def _common(failures: dict[int, str], num_ranks: int) -> str:
+def common_failure(failures: dict[int, str], num_ranks: int) -> str:
     """Say what failed, and where, unless it failed everywhere in the same way."""
     told = list(failures.values())
     if len(failures) == num_ranks and len(set(told)) == 1:

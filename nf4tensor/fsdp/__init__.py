@@ -2,8 +2,9 @@
 
 A plain `fully_shard` needs nothing from here. `plan.py` decides and explains, `apply.py` carries a
 plan out; `parameters.py` and `units.py` say what is there and how it is grouped, `costs.py` counts
-bytes, `checks.py` finds what cannot work, `table.py` prints. torch's FSDP is imported only
-where it is called, as it takes a second to load.
+bytes, `checks.py` finds what cannot work, `table.py` prints. `doctor.py` examines a model as it is:
+`survey.py` says what is there, each `*_checks.py` what is wrong with it, `report.py` holds the
+findings. torch's FSDP is imported only where it is called, as it takes a second to load.
 """
 
 from nf4tensor.fsdp.apply import apply

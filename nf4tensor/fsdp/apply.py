@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from nf4tensor.errors import ShardingError
 from nf4tensor.fsdp.costs import Options, World
 from nf4tensor.fsdp.plan import ShardingPlan, make
 from nf4tensor.ranks import alike, first_difference
-from nf4tensor.tensor import NF4Tensor
+from nf4tensor.tensor.memory import checksum
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-
-_WORDS_AT_ONCE = 2**20
 
 
 def apply(
@@ -106,24 +104,5 @@ def _replicated_facts(model: nn.Module, plan: ShardingPlan, device_type: str) ->
                 f"{p.name} is replicated but on {parameter.device}, while the mesh is on "
                 f"{device_type}: move the model there first"
             )
-        facts.append(f"{p.name} on {parameter.device.type} with checksum {_checksum(parameter):x}")
+        facts.append(f"{p.name} on {parameter.device.type} with checksum {checksum(parameter):x}")
     return facts
-
-
-def _checksum(parameter: Tensor) -> int:
-    """Add up the bytes of a parameter, weighted by their position, modulo 2**64.
-
-    Each word of 8 bytes has an odd weight, so that no change of one goes unseen. On the device, a
-    few megabytes at a time: a base of 35 GB must not travel to be compared.
-    """
-    if parameter.is_meta:
-        return 0
-    tensor = parameter.record if isinstance(parameter, NF4Tensor) else parameter.detach()
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    odd = torch.arange(1, 2 * _WORDS_AT_ONCE, 2, device=data.device)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for start, part in enumerate(data.split(8 * _WORDS_AT_ONCE)):
-        words = torch.zeros_like(odd)
-        words.view(torch.uint8)[: len(part)] = part
-        total += (words * (odd + 2 * start * _WORDS_AT_ONCE)).sum()
-    return int(total) % 2**64

@@ -1,7 +1,7 @@
 """A plan as text: one line for each choice, and one for each kind of parameter.
 
 Layers repeat, so parameters alike but for the numbers in their names share a line. Called by
-`ShardingPlan.__str__`.
+`ShardingPlan.__str__`; reports of `doctor` write bytes and names alike.
 """
 
 import re
@@ -36,6 +36,11 @@ def amount(num_bytes: float) -> str:
         unit += 1
     digits = 0 if unit == 0 or num_bytes >= 100 else 1 if num_bytes >= 10 else 2
     return f"{num_bytes:.{digits}f} {UNITS[unit]}"
+
+
+def without_numbers(name: str) -> str:
+    """Write the numbers of layers in the name of a parameter as stars."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def render(plan: "ShardingPlan") -> str:
@@ -79,7 +84,7 @@ def _kinds(parameters: Sequence[ParameterPlan]) -> list[tuple[str, ...]]:
     """Put parameters that are alike but for the numbers in their names on one line."""
     kinds: dict[tuple[str, ...], list[ParameterPlan]] = {}
     for p in parameters:
-        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", p.name)
+        name = without_numbers(p.name)
         shape = " x ".join(map(str, p.shape)) or "scalar"
         dtype = str(p.dtype).removeprefix("torch.")
         kinds.setdefault((name, p.role, shape, dtype, p.decision), []).append(p)

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from nf4tensor.errors import NF4TensorError, UnsupportedError
 from nf4tensor.tensor import NF4Tensor, to_nf4
+from nf4tensor.tensor.memory import storage_bytes
 
 logger = logging.getLogger("nf4tensor")
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -114,12 +115,7 @@ def memory_footprint(model: nn.Module) -> int:
     4-bit weights count their records, sharded ones this rank's part, and memory that several
     tensors share counts once.
     """
-    storages = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        local = getattr(tensor, "_local_tensor", tensor)
-        storage = getattr(local, "record", local).untyped_storage()
-        storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    return sum(storage_bytes((*model.parameters(), *model.buffers())).values())
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:

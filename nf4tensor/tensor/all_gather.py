@@ -34,7 +34,7 @@ def pre_all_gather(shard: "NF4Tensor", mesh: Any) -> tuple[tuple[Tensor], Shard]
     """
     assert _versions.FSDP_HOOK_TAKES_MESH_ONLY
     param = _versions.caller_of_type("FSDPParam")
-    _refuse_integer_reshard(param)
+    _refuse_integer_reshard()
     record = shard.record if shard.padded is None else shard.padded
     dim = _versions.fsdp_shard_dim(param)
     if dim != 0:
@@ -63,17 +63,16 @@ def check_aliases(out: Tensor, record: Tensor) -> None:
     assert out.record.untyped_storage()._cdata == record.untyped_storage()._cdata
 
 
-def _refuse_integer_reshard(param: Any) -> None:
+def _refuse_integer_reshard() -> None:
     # torch gathers such a parameter again from a smaller mesh, a path that raises
     # NotImplementedError for every tensor with hooks, after the first forward. Remove when it
     # calls them.
-    after_forward = getattr(param, "post_forward_mesh_info", None)
-    if after_forward is None or after_forward == getattr(param, "mesh_info", None):
+    if not _versions.reshards_to_smaller_mesh(_versions.caller_of_type("FSDPParamGroup")):
         return
     raise ShardingError(
         "reshard_after_forward is an integer (a smaller mesh after the forward), which torch does "
-        "not support for "
-        "4-bit weights: pass reshard_after_forward=True, or False to keep them gathered"
+        "not support for 4-bit weights: pass reshard_after_forward=True, or False to keep them "
+        "gathered; module.set_reshard_after_forward(True) does it now"
     )
 
 

@@ -1,10 +1,11 @@
 """Questions about memory, and ways out of torch: answered by the record or by decoded values.
 
-They never reach ATen, where a tensor without memory of its own is an error or a crash, so they are
+Most never reach ATen, where a tensor without memory of its own is an error or a crash, so they are
 replaced as Python functions.
 """
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,9 +13,46 @@ from torch import Tensor
 
 from nf4tensor import _versions
 from nf4tensor.errors import UnsupportedError
+from nf4tensor.format.spec import ceil_div
 from nf4tensor.tensor import fallback
 from nf4tensor.tensor.dispatch import overrides
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
+
+_WORDS_AT_ONCE = 2**20  # of a checksum
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of every storage behind tensors on this rank, by its address.
+
+    That of a record for a 4-bit tensor, of this rank's part for a DTensor; one that several tensors
+    share is there once.
+    """
+    storages = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        storage = getattr(local, "record", local).untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return storages
+
+
+def checksum(parameter: Tensor) -> int:
+    """Add up the bytes of a parameter, weighted by their position, modulo 2**64.
+
+    Each word of 8 bytes has an odd weight, so that no change of one goes unseen. On the device, a
+    few megabytes at a time: a base of 35 GB must not travel to be compared.
+    """
+    if parameter.is_meta:
+        return 0
+    tensor = parameter.record if isinstance(parameter, NF4Tensor) else parameter.detach()
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    words_at_once = max(min(_WORDS_AT_ONCE, ceil_div(len(data), 8)), 1)
+    odd = torch.arange(1, 2 * words_at_once, 2, device=data.device)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start, part in enumerate(data.split(8 * words_at_once)):
+        words = torch.zeros_like(odd)
+        words.view(torch.uint8)[: len(part)] = part
+        total += (words * (odd + 2 * start * words_at_once)).sum()
+    return int(total) % 2**64
 
 
 @overrides(torch.Tensor.data_ptr)

@@ -130,6 +130,8 @@ def integer_reshard(rank, world_size):
     with CountWire() as wire, pytest.raises(ShardingError, match="is an integer"):
         model(torch.randn(GLOBAL_BATCH, 96))
     assert not wire.gathered_bytes
+    model.set_reshard_after_forward(True)  # the way out that the message names
+    assert train(model, steps=1, rank=rank, world_size=world_size)
 
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)

@@ -121,10 +121,14 @@ def test_columns_are_cut_freely_where_fsdp_is_not_the_caller():
 class FSDPParam:
     """Stands for torch's class, which asks for the columns of a weight."""
 
-    mesh_info = object()
-
     def chunk(self, weight, dim):
         return torch.chunk(weight, 2, dim=dim)
+
+
+class FSDPParamGroup:
+    """Stands for torch's class, which gathers weights."""
+
+    mesh_info = object()
 
     def gather(self, shard):
         return shard.fsdp_pre_all_gather(None)
@@ -138,10 +142,10 @@ def test_shards_of_columns_are_refused():
 
 
 def test_an_integer_reshard_is_refused():
-    param, q = FSDPParam(), make(4, 64)
-    for after_forward in (None, param.mesh_info):
-        param.post_forward_mesh_info = after_forward
-        assert param.gather(q)[0] == (q.record,)
-    param.post_forward_mesh_info = object()
+    group, q = FSDPParamGroup(), make(4, 64)
+    for after_forward in (None, group.mesh_info):
+        group.post_forward_mesh_info = after_forward
+        assert group.gather(q)[0] == (q.record,)
+    group.post_forward_mesh_info = object()
     with pytest.raises(ShardingError, match="pass reshard_after_forward=True, or False"):
-        param.gather(q)
+        group.gather(q)
