@@ -38,5 +38,9 @@ class ShardingError(NF4TensorError, ValueError):
     """A way of sharding that cannot work; raised on every rank before the first collective."""
 
 
+class CheckpointError(NF4TensorError, ValueError):
+    """A file that is damaged, of another version, or does not fit the model."""
+
+
 class NF4TensorWarning(UserWarning):
     """Something works, but costs memory or precision that a user may not expect."""
