@@ -66,7 +66,7 @@ class Description:
             _check_choice(found, "nested_dtype", ("float32",))
         shape = found["shape"]
         is_shape = isinstance(shape, list) and 1 <= len(shape) <= _MAX_DIMS
-        if not is_shape or not all(type(size) is int and size > 0 for size in shape):
+        if not is_shape or not all(type(size) is int and 0 < size < 1 << 63 for size in shape):
             raise CheckpointError(
                 f"shape in its JSON is {shape!r:.100}, expected 1 to {_MAX_DIMS} positive integers"
             )
