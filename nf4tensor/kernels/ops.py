@@ -1,7 +1,7 @@
 """The kernels as the rest of the package calls them: a tensor, a spec, and what to make of them.
 
-Thin names over `torch.ops.nf4tensor`; the backend is the dispatcher's business. Importing this
-module registers the backends.
+Thin names over `torch.ops.nf4tensor`; the backend is the dispatcher's business. What only reads or
+moves a record's parts is plain PyTorch everywhere. Importing this module registers the backends.
 """
 
 import torch
@@ -10,7 +10,13 @@ from torch import Tensor
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import select
 from nf4tensor.kernels.native import release_workspace
-from nf4tensor.kernels.reference import zero_record
+from nf4tensor.kernels.reference import (
+    Parts,
+    assemble,
+    read_pairs_of_blocks,
+    read_scales,
+    zero_record,
+)
 from nf4tensor.kernels.schema import (
     check_bias,
     check_dtype,
@@ -22,12 +28,16 @@ from nf4tensor.kernels.schema import (
 )
 
 __all__ = [
+    "Parts",
+    "assemble",
     "dequantize",
     "dequantize_into",
     "linear",
     "matmul",
     "quantize",
     "quantize_into",
+    "read_pairs_of_blocks",
+    "read_scales",
     "release_workspace",
     "zero_record",
 ]

@@ -7,6 +7,7 @@ that temporaries stay small.
 
 from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,22 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 def _row_chunks(num_rows: int, spec: NF4Spec) -> Iterator[slice]:
     chunk = max(1, _CHUNK_ELEMENTS // spec.in_features)
     return (slice(start, min(start + chunk, num_rows)) for start in range(0, num_rows, chunk))
+
+
+class Parts(NamedTuple):
+    """What the bytes of a record are.
+
+    Attributes:
+        packed: Codes, two a byte, uint8 `[rows, codes_bytes]`.
+        scales: As they are stored, `[rows, num_blocks]`: float32, or the uint8 of 8-bit scales.
+        phase: int64 `[rows]`; None for float32 scales, like the next.
+        pairs: (step, base) of each segment, float32 `[rows, num_segments, 2]`.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    phase: Tensor | None = None
+    pairs: Tensor | None = None
 
 
 # Quantization
@@ -69,15 +86,14 @@ def _quantize_chunk(weight: Tensor, spec: NF4Spec, phase: Tensor, record: Tensor
     # Blocks of zeros, and those with a NaN or an infinity, store the zero code.
     normalized = torch.where(usable, blocks / absmax.unsqueeze(-1), 0.0).flatten(-2)
     codes = _encode(normalized[:, : 2 * spec.codes_bytes].contiguous(), spec)
-    record[:, : spec.codes_bytes] = (codes[:, ::2] << 4) | codes[:, 1::2]
+    packed = (codes[:, ::2] << 4) | codes[:, 1::2]
 
     absmax = torch.where(finite, absmax, torch.nan)
     if spec.scale_kind == "float32":
-        scales = absmax.contiguous().view(torch.uint8)
+        _write(record, spec, Parts(packed, absmax))
     else:
-        scales, pairs = _square8(absmax, spec, phase)
-        _write_segments(record, spec, phase, pairs)
-    record[:, spec.scales_offset_bytes : spec.scales_offset_bytes + spec.scales_bytes] = scales
+        q, pairs = _square8(absmax, spec, phase)
+        _write(record, spec, Parts(packed, q, phase, pairs))
 
 
 def _encode(normalized: Tensor, spec: NF4Spec) -> Tensor:
@@ -122,10 +138,24 @@ def _square8(absmax: Tensor, spec: NF4Spec, phase: Tensor) -> tuple[Tensor, Tens
     return q, torch.where(is_nan.unsqueeze(-1), torch.nan, pairs)
 
 
-def _write_segments(record: Tensor, spec: NF4Spec, phase: Tensor, pairs: Tensor) -> None:
+def assemble(parts: Parts, spec: NF4Spec) -> Tensor:
+    """Return the record `[rows, pitch]` of its parts: bytes are moved, nothing is computed."""
+    packed = parts.packed
+    record = torch.zeros(packed.shape[0], spec.pitch, dtype=torch.uint8, device=packed.device)
+    _write(record, spec, parts)
+    return record
+
+
+def _write(record: Tensor, spec: NF4Spec, parts: Parts) -> None:
+    record[:, : spec.codes_bytes] = parts.packed
+    start = spec.scales_offset_bytes
+    scales = parts.scales.contiguous().view(torch.uint8)
+    record[:, start : start + spec.scales_bytes] = scales
+    if parts.phase is None or parts.pairs is None:
+        return
     start = spec.segments_offset_bytes
-    record[:, start : start + 8] = phase.contiguous().view(torch.uint8).view(-1, 8)
-    record[:, start + 8 : spec.end_bytes] = pairs.flatten(1).contiguous().view(torch.uint8)
+    record[:, start : start + 8] = parts.phase.contiguous().view(torch.uint8).view(-1, 8)
+    record[:, start + 8 : spec.end_bytes] = parts.pairs.flatten(1).contiguous().view(torch.uint8)
 
 
 # Dequantization
@@ -189,9 +219,7 @@ def read_scales(record: Tensor, spec: NF4Spec) -> Tensor:
     stored = record[:, start : start + spec.scales_bytes]
     if spec.scale_kind == "float32":
         return _as_float32(stored)
-    segment = segment_of_blocks(spec, read_phase(record, spec))
-    pairs = read_pairs(record, spec)
-    step, base = pairs[..., 0].gather(1, segment), pairs[..., 1].gather(1, segment)
+    step, base = read_pairs_of_blocks(record, spec)
     if spec.scale_kind == "square8":
         level = stored.float().square()
     else:
@@ -212,6 +240,13 @@ def read_pairs(record: Tensor, spec: NF4Spec) -> Tensor:
     """Return the (step, base) pairs as float32 `[rows, num_segments, 2]`."""
     start = spec.segments_offset_bytes + 8
     return _as_float32(record[:, start : spec.end_bytes]).unflatten(-1, (spec.num_segments, 2))
+
+
+def read_pairs_of_blocks(record: Tensor, spec: NF4Spec) -> tuple[Tensor, Tensor]:
+    """Return the step and the base of every block's segment, float32 `[rows, num_blocks]` each."""
+    segment = segment_of_blocks(spec, read_phase(record, spec))
+    pairs = read_pairs(record, spec)
+    return pairs[..., 0].gather(1, segment), pairs[..., 1].gather(1, segment)
 
 
 def segment_of_blocks(spec: NF4Spec, phase: Tensor) -> Tensor:

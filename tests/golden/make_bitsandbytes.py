@@ -4,9 +4,10 @@ Run from the root of the repository, with torch 2.13.0 and bitsandbytes 0.50.2:
 
     python -m tests.golden.make_bitsandbytes
 
-The npz has inputs (bfloat16 bits) and stored tensors; the json has the version and, of each
-decoded weight, the SHA-256 in three dtypes. Every weight is handed over flat: on some CPUs
-bitsandbytes 0.50.2 decodes rows wrongly whose length is not a multiple of its block size.
+The npz has inputs (bfloat16 bits) and the tensors that it stores; the json has the version and, of
+each weight, the JSON that it stores and the SHA-256 of what it decodes to in three dtypes. Every
+weight is decoded flat: on some CPUs bitsandbytes 0.50.2 decodes rows wrongly whose length is not a
+multiple of its block size.
 """
 
 import hashlib
@@ -31,6 +32,7 @@ class Case(NamedTuple):
     block_size: int
     quant_type: str = "nf4"
     nested: bool = False
+    storage: str = "uint8"
 
 
 # Not kept: inputs of cases that are only decoded.
@@ -47,6 +49,7 @@ CASES = {
     "crossing-nested": Case("crossing", 64, "nf4", nested=True),
     # One group, fewer blocks than 256, large blocks.
     "narrow-nested": Case("narrow", 512, "nf4", nested=True),
+    **{f"storage-{dtype}": Case("small", 64, "nf4", True, dtype) for dtype in DTYPES},
 }
 
 
@@ -78,23 +81,26 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
-def call(weight: torch.Tensor, case: Case) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return what bitsandbytes stores for a weight, and the SHA-256 of what it decodes to."""
+def call(weight: torch.Tensor, case: Case) -> tuple[dict[str, np.ndarray], dict]:
+    """Return the tensors that bitsandbytes stores for a weight, and what the json says of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import bitsandbytes.functional as bnb
-    flat = weight.reshape(-1)
     packed, state = bnb.quantize_4bit(
-        flat,
+        weight,
         blocksize=case.block_size,
         quant_type=case.quant_type,
         compress_statistics=case.nested,
+        quant_storage=getattr(torch, case.storage),
     )
-    stored = {"packed": packed.numpy().reshape(-1), "absmax": state.absmax.numpy()}
+    text = state.as_dict(packed=True)[f"quant_state.bitsandbytes__{case.quant_type}"]
+    packed_bytes = packed.view(-1).view(torch.uint8).numpy()
+    stored = {"packed": packed_bytes, "absmax": state.absmax.numpy()}
     if case.nested:
         stored["nested_absmax"] = state.state2.absmax.numpy()
         stored["offset"] = state.offset.numpy()
     hashes = {}
+    state.shape = torch.Size([weight.numel()])
     for name, dtype in DTYPES.items():
         state.dtype = dtype
         decoded = bnb.dequantize_4bit(packed, state).contiguous()
@@ -102,7 +108,7 @@ def call(weight: torch.Tensor, case: Case) -> tuple[dict[str, np.ndarray], dict[
             # Code 8 is +0.0 in its table and in its PyTorch path, -0.0 in its scalar CPU path.
             decoded = torch.where(decoded == 0, 0.0, decoded)
         hashes[name] = hashlib.sha256(decoded.view(torch.uint8).numpy().tobytes()).hexdigest()
-    return stored, hashes
+    return stored, {"quant_state": bytes(text.tolist()).decode(), "sha256": hashes}
 
 
 def make() -> tuple[dict[str, np.ndarray], dict[str, dict]]:
@@ -115,10 +121,10 @@ def make() -> tuple[dict[str, np.ndarray], dict[str, dict]]:
     }
     cases = {}
     for name, case in CASES.items():
-        stored, hashes = call(inputs[case.weight], case)
+        stored, description = call(inputs[case.weight], case)
         arrays |= {f"{name}/{key}": value for key, value in stored.items()}
         shape = list(inputs[case.weight].shape)
-        cases[name] = {**case._asdict(), "shape": shape, "sha256": hashes}
+        cases[name] = {**case._asdict(), "shape": shape, **description}
     return arrays, cases
 
 
