@@ -1,4 +1,4 @@
-"""`nf4tensor quantize`, `inspect` and `merge`: checkpoints in, checkpoints or a table out.
+"""`nf4tensor quantize`, `inspect`, `merge` and `convert`: checkpoints in, checkpoints out.
 
 A path that is no file here is taken for the id of a repository on the Hugging Face hub.
 """
@@ -24,6 +24,7 @@ from nf4tensor.checkpoint.transform import (
 from nf4tensor.checkpoint.write import WriteOptions
 from nf4tensor.errors import CheckpointError
 from nf4tensor.format.spec import QUANT_TYPES
+from nf4tensor.integrations.convert import TARGETS, convert_files
 
 BAR_WIDTH = 30
 _QUANTIZE = """example:
@@ -32,6 +33,9 @@ _QUANTIZE = """example:
 _INSPECT = """example:
   nf4tensor inspect smollm2-nf4
   nf4tensor inspect smollm2-nf4 --source HuggingFaceTB/SmolLM2-135M-Instruct"""
+_CONVERT = """example:
+  nf4tensor convert unsloth/Llama-3.2-1B-bnb-4bit llama-nf4 --to nf4tensor
+  nf4tensor convert smollm2-nf4 smollm2-bnb --to bitsandbytes"""
 _MERGE = """example:
   nf4tensor merge smollm2-nf4 runs/finetune/adapter merged
   nf4tensor merge smollm2-nf4 runs/finetune/adapter merged-nf4 --4-bit"""
@@ -66,6 +70,17 @@ def add(commands: Any) -> None:
     )
     _add_output(merge)
     merge.set_defaults(run=_merge)
+
+    convert = _parser(
+        commands, "convert", "convert weights of bitsandbytes to 4-bit tensors or back", _CONVERT
+    )
+    convert.add_argument("source", metavar="PATH", help="file, folder or hub id")
+    convert.add_argument("--to", choices=TARGETS, required=True)
+    convert.add_argument(
+        "--requantize", action="store_true", help="quantize again what cannot be held exactly"
+    )
+    _add_output(convert)
+    convert.set_defaults(run=_convert)
 
 
 def _parser(commands: Any, name: str, does: str, examples: str) -> argparse.ArgumentParser:
@@ -106,6 +121,18 @@ def _merge(options: argparse.Namespace) -> None:
         options.target,
         in_4_bits=options.in_4_bits,
         options=WriteOptions(overwrite=options.overwrite, title="merge"),
+        dry_run=options.dry_run,
+    )
+    _show_changes(changes, options)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    changes = convert_files(
+        located(options.source),
+        options.target,
+        options.to,
+        requantize=options.requantize,
+        options=WriteOptions(overwrite=options.overwrite, title="convert"),
         dry_run=options.dry_run,
     )
     _show_changes(changes, options)
