@@ -70,8 +70,9 @@ def _data_ptr(tensor: NF4Tensor) -> int:
     if caller.partition(".")[0] == "safetensors":
         raise UnsupportedError(
             f"safetensors cannot write an NF4Tensor: it would read {tensor.numel()} "
-            f"{tensor.dtype} from a record of {tensor.nbytes} bytes; use torch.save or "
-            "torch.distributed.checkpoint, or call dequantize_(model) before save_pretrained"
+            f"{tensor.dtype} from a record of {tensor.nbytes} bytes; use "
+            "nf4tensor.checkpoint.save(model, folder) or torch.save, or call dequantize_(model) "
+            "before save_pretrained"
         )
     return tensor.record.data_ptr()
 
