@@ -8,6 +8,7 @@ Called by users and the command line.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -61,13 +62,15 @@ def from_state_dict(
     Args:
         state_dict: As `Linear4bit` writes it, NF4 or FP4; entries of other weights stay unread.
         prefix: Name of the weight, such as "model.layers.0.mlp.up_proj.weight".
-        requantize: Where a weight cannot be held exactly, decode it by bitsandbytes' rule, with the
-            tables given, and quantize it again: `square8` scales for nested ones, else `float32`.
+        requantize: Where a weight cannot be held as it is, decode it by bitsandbytes' rule, with
+            the tables given. Where only its map of nested scales is another one, the decoded scales
+            are kept, as `float32`; else its weights are quantized again, with `square8` scales if
+            it had nested ones and else with `float32`.
 
     Returns:
         A detached tensor of the shape that the entries state, on their device, its dtype the one
         that bitsandbytes decodes to; and the layout with which `to_state_dict` writes the same
-        bytes again (after quantizing again: those of a plain weight).
+        bytes again (after requantize: those of a plain weight).
 
     Raises:
         CheckpointError: Entries are missing, unknown, or contradict each other.
@@ -79,7 +82,8 @@ def from_state_dict(
     with _naming(prefix):
         stored = entries.read(state_dict, prefix)
         try:
-            entries.check_tables(stored)
+            entries.check_levels(stored)
+            entries.check_scale_map(stored)
             tensor = flat_blocks.to_rows(stored.flat, stored.description.dtype)
             return tensor, stored.layout
         except UnsupportedError:
@@ -89,12 +93,17 @@ def from_state_dict(
 
 
 def _requantize(stored: entries.Stored) -> tuple[NF4Tensor, BitsAndBytesLayout]:
-    flat, levels, scale_map, description, layout = stored
-    weight = flat_blocks.decode(flat, levels, scale_map, description.dtype)
-    scale_block_size = None if scale_map is None else flat_blocks.GROUP_BLOCKS
-    tensor = to_nf4(weight, flat.block_size, scale_block_size, quant_type=flat.quant_type)
-    plain = Description(flat.shape, flat.block_size, flat.quant_type, description.dtype)
-    return tensor, BitsAndBytesLayout(plain.to_json(), layout.storage_dtype, layout.packed_shape)
+    dtype, layout = stored.description.dtype, stored.layout
+    plain = replace(stored.flat, scales=stored.flat.decoded_scales(stored.scale_map), nested=None)
+    try:
+        entries.check_levels(stored)
+        tensor = flat_blocks.to_rows(plain, dtype)
+    except UnsupportedError:
+        weight = flat_blocks.decode(plain, stored.levels, dtype)
+        scale_block_size = None if stored.flat.nested is None else flat_blocks.GROUP_BLOCKS
+        tensor = to_nf4(weight, plain.block_size, scale_block_size, quant_type=plain.quant_type)
+    text = _describe(plain, tensor).to_json()
+    return tensor, BitsAndBytesLayout(text, layout.storage_dtype, layout.packed_shape)
 
 
 def from_params4bit(

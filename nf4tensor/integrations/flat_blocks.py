@@ -175,22 +175,19 @@ def _disagreement(tensor: NF4Tensor, block_size: int) -> UnsupportedError:
     )
 
 
-def decode(
-    flat: FlatWeight, levels: Tensor, scale_map: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Decode a flat weight by levels and a map of its own, a few megabytes at a time.
+def decode(flat: FlatWeight, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decode a flat weight by levels of its own, a few megabytes at a time.
 
     Args:
         flat: Any device.
         levels: float32 `[16]`.
-        scale_map: float32 `[256]`, for nested scales.
         dtype: What to round the float32 product to.
 
     Returns:
         `[*lead, in_features]`.
     """
     num_weights = prod(flat.shape)
-    scales = flat.decoded_scales(scale_map)
+    scales = flat.decoded_scales()
     weight = torch.empty(num_weights, dtype=dtype, device=flat.packed.device)
     for start in range(0, num_weights, _CHUNK_WEIGHTS):
         stop = min(start + _CHUNK_WEIGHTS, num_weights)

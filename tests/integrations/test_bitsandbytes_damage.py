@@ -1,4 +1,4 @@
-"""Damaged and hostile entries of bitsandbytes, and tables that are not its own."""
+"""Damaged and hostile entries of bitsandbytes: each is one of our errors."""
 
 import contextlib
 import json
@@ -7,14 +7,12 @@ import random
 import pytest
 import torch
 
-from nf4tensor import NF4Tensor
 from nf4tensor.errors import (
     CheckpointError,
     DTypeError,
     NF4TensorError,
     ShapeError,
     UnsupportedError,
-    WeightError,
 )
 from nf4tensor.integrations.bitsandbytes import (
     BitsAndBytesLayout,
@@ -22,7 +20,6 @@ from nf4tensor.integrations.bitsandbytes import (
     from_state_dict,
     to_state_dict,
 )
-from nf4tensor.kernels import reference
 from tests.integrations.golden_entries import CASES, assert_same_entries, entries, text_entry
 
 NAME = "layer.weight"
@@ -177,7 +174,7 @@ def test_wrong_texts(text):
 def test_any_flipped_byte_is_an_error_or_kept(case):
     random.seed(0)
     good = entries(case)
-    for _ in range(1000):
+    for _ in range(400):
         name = random.choice([NAME, ABSMAX, GROUP_ABSMAX, JSON, JSON, JSON])
         given = {**good, name: good[name].clone()}
         raw = given[name].view(-1).view(torch.uint8)
@@ -213,72 +210,3 @@ def test_a_repacked_quant_state_is_refused():
 
     with pytest.raises(UnsupportedError, match="bitsandbytes repacked this weight for a forward"):
         from_quant_state(GOOD[NAME], State())
-
-
-# What is not held exactly
-
-
-def test_other_tables_are_refused_or_decoded_by():
-    given = entries("narrow-nested")
-    given[LEVEL_MAP][3] = -0.5
-    given[SCALE_MAP][200:] *= 0.5
-    with pytest.raises(UnsupportedError, match=r"quant_map differs in 1 of 16 .* first at 3: -0.5"):
-        from_state_dict(given, NAME)
-    weight, layout = from_state_dict(given, NAME, requantize=True)
-    assert (weight.spec.scale_kind, weight.spec.block_size) == ("square8", 512)
-    packed = given[NAME].view(8, -1)
-    codes = torch.stack([packed >> 4, packed & 15], -1).view(16, 512).int()
-    offset = torch.tensor(NESTED["nested_offset"])
-    absmax = given[SCALE_MAP][given[ABSMAX].int()] * given[GROUP_ABSMAX] + offset
-    expected = (given[LEVEL_MAP][codes] * absmax[:, None]).bfloat16().view(8, 1024)
-    assert torch.equal(weight.record, reference.quantize(expected, weight.spec))
-    written = to_state_dict(weight, NAME, layout)
-    assert torch.equal(from_state_dict(written, NAME)[0].dequantize(), weight.dequantize())
-    # A zero of the other sign is another table too: it would not be written back.
-    given = {**entries("fp4"), LEVEL_MAP: entries("fp4")[LEVEL_MAP]}
-    given[LEVEL_MAP][8] = -0.0
-    with pytest.raises(UnsupportedError, match=r"first at 8: -0\.0, not 0\.0: requantize=True"):
-        from_state_dict(given, NAME)
-    weight, _ = from_state_dict(given, NAME, requantize=True)
-    assert weight.spec.scale_kind == "float32"
-
-
-def test_tables_with_nan_are_refused_even_then():
-    given = entries("narrow-nested")
-    given[SCALE_MAP][:] = torch.nan
-    with pytest.raises(WeightError, match=f"^{NAME}: every element of the weight"):
-        from_state_dict(given, NAME, requantize=True)
-
-
-def narrow_rows() -> dict[str, torch.Tensor]:
-    """Blocks of 64 over rows of 100: pieces of 4 weights."""
-    generator = torch.Generator().manual_seed(0)
-    text = '{"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [7, 100]}'
-    return {
-        NAME: torch.randint(0, 256, (350, 1), dtype=torch.uint8, generator=generator),
-        ABSMAX: torch.rand(11, generator=generator),
-        LEVEL_MAP: GOOD[LEVEL_MAP],
-        JSON: text_entry(text),
-    }
-
-
-def test_rows_in_small_pieces_are_refused_or_quantized_again():
-    given = narrow_rows()
-    with pytest.raises(UnsupportedError, match=f"^{NAME}: in_features is 100: blocks of 64 cross "):
-        from_state_dict(given, NAME)
-    weight, layout = from_state_dict(given, NAME, requantize=True)
-    assert isinstance(weight, NF4Tensor)
-    packed = given[NAME].view(-1)
-    levels = given[LEVEL_MAP][torch.stack([packed >> 4, packed & 15], -1).view(-1).int()]
-    expected = (levels * given[ABSMAX].repeat_interleave(64)[:700]).half().view(7, 100)
-    assert torch.equal(weight.record, reference.quantize(expected, weight.spec))
-    with pytest.raises(UnsupportedError, match="do not agree with flat blocks of 64"):
-        to_state_dict(weight, NAME, layout)
-
-
-def test_requantize_leaves_alone_what_is_held_exactly():
-    for case in CASES:
-        exact = from_state_dict(entries(case), NAME)
-        again = from_state_dict(entries(case), NAME, requantize=True)
-        assert torch.equal(again[0].record, exact[0].record)
-        assert again[1] == exact[1]

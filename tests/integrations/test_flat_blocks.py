@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nf4tensor.errors import UnsupportedError
-from nf4tensor.format.codebook import DYNAMIC_MAP, LEVELS
+from nf4tensor.format.codebook import LEVELS
 from nf4tensor.integrations import flat_blocks
 from nf4tensor.integrations.flat_blocks import FlatWeight, Nested
 from tests.integrations.golden_entries import as_bytes, table
@@ -61,8 +61,8 @@ def test_rows_hold_every_byte_and_value(flat, dtype):
     if flat.nested is not None:
         assert torch.equal(again.nested.absmax, flat.nested.absmax)
         assert again.nested.offset == flat.nested.offset
-    levels, scale_map = table(LEVELS[flat.quant_type]), table(DYNAMIC_MAP)
-    expected = flat_blocks.decode(flat, levels, scale_map, dtype).nan_to_num(nan=-7.0)
+    levels = table(LEVELS[flat.quant_type])
+    expected = flat_blocks.decode(flat, levels, dtype).nan_to_num(nan=-7.0)
     assert as_bytes(tensor.dequantize().nan_to_num(nan=-7.0)) == as_bytes(expected)
 
 
@@ -74,7 +74,7 @@ def test_decoding_in_chunks_is_decoding_at_once(monkeypatch):
     codes = torch.stack([packed >> 4, packed & 15], -1).view(-1).int()
     expected = table(LEVELS["nf4"])[codes] * scales.repeat_interleave(4096)[: codes.numel()]
     monkeypatch.setattr(flat_blocks, "_CHUNK_WEIGHTS", 8192)
-    decoded = flat_blocks.decode(flat, table(LEVELS["nf4"]), None, torch.float32)
+    decoded = flat_blocks.decode(flat, table(LEVELS["nf4"]), torch.float32)
     assert torch.equal(decoded, expected.view(7, 33, 64))
 
 
