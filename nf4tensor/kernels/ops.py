@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nf4tensor.format.spec import NF4Spec
-from nf4tensor.kernels import select
+from nf4tensor.kernels import gradients, select
 from nf4tensor.kernels.native import release_workspace
 from nf4tensor.kernels.reference import (
     Parts,
@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 select.register_backends()
+gradients.register()
 
 
 def quantize(weight: Tensor, spec: NF4Spec) -> Tensor:

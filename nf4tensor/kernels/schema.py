@@ -1,7 +1,8 @@
-"""The ops of `nf4tensor::`, each defined once: schema, argument checks, fake kernel, gradient.
+"""The ops of `nf4tensor::`, each defined once: schema, argument checks, fake kernel.
 
-No arithmetic in here; `select.py` registers the kernels. A spec travels as six integers
-(`NF4Spec.op_args`), so that a graph holds tensors, integers and dtypes only.
+No arithmetic in here; `select.py` registers the kernels, `gradients.py` the rules of derivatives. A
+spec travels as six integers (`NF4Spec.op_args`), so that a graph holds tensors, integers and dtypes
+only.
 """
 
 from functools import cache
@@ -194,51 +195,3 @@ def _fake_matmul(input: Tensor, record: Tensor, *op_args: int) -> Tensor:
     spec = spec_of(*op_args)
     check_input(input, record, spec, record.shape[-2])
     return input @ input.new_empty((*record.shape[:-1], spec.in_features))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    # The record itself, never a copy or a decoded weight: FSDP frees and refills its storage.
-    input, record, *op_args = inputs[:8]
-    ctx.save_for_backward(record)
-    ctx.op_args = op_args
-    ctx.input_shape = input.shape
-    ctx.bias = None if len(inputs) < 9 or inputs[8] is None else (inputs[8].shape, inputs[8].dtype)
-
-
-def _gradient_through(op: Any, ctx: Any, gradient: Tensor) -> Tensor | None:
-    if not ctx.needs_input_grad[0]:
-        return None
-    (record,) = ctx.saved_tensors
-    if len(ctx.input_shape) > 1:
-        return op(gradient, record, *ctx.op_args).sum_to_size(ctx.input_shape)
-    # A vector against a stack of weights was broadcast over the stack.
-    rows = op(gradient.unsqueeze(-2), record, *ctx.op_args)
-    return rows.sum_to_size((1, *ctx.input_shape)).squeeze(0)
-
-
-def _linear_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    input_gradient = _gradient_through(torch.ops.nf4tensor.matmul.default, ctx, gradient)
-    bias_gradient = None
-    if ctx.bias is not None and ctx.needs_input_grad[8]:
-        shape, dtype = ctx.bias
-        bias_gradient = gradient.sum_to_size(shape).to(dtype)
-    return (input_gradient, *(None,) * 7, bias_gradient)
-
-
-def _matmul_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return (
-        _gradient_through(torch.ops.nf4tensor.linear.default, ctx, gradient),
-        *(None,) * 7,
-    )
-
-
-def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
-    raise AssertionError("codes are integers: nothing differentiable comes out of quantize")
-
-
-torch.library.register_autograd(
-    "nf4tensor::linear", _linear_backward, setup_context=_setup_context, lib=library
-)
-torch.library.register_autograd(
-    "nf4tensor::matmul", _matmul_backward, setup_context=_setup_context, lib=library
-)

@@ -79,13 +79,14 @@ def _requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     """Accept the flag and raise when a gradient arrives."""
     # Parameters and DTensors call this on what they are made of: a cut is a tensor of its own now.
     tensor.is_cut = False
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor.requires_grad_(requires_grad)
-        if requires_grad and not tensor._backward_hooks:
-            tensor.register_hook(_refuse)
+    _set_requires_grad(tensor, requires_grad)
     return tensor
 
 
 @overrides(torch.Tensor.requires_grad.__set__)
 def _set_requires_grad(tensor: Any, requires_grad: bool) -> None:
-    _requires_grad_(tensor, requires_grad)
+    """Set the attribute, as torch.compile does on its copies of a graph's inputs."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.requires_grad_(requires_grad)
+        if requires_grad and not tensor._backward_hooks:
+            tensor.register_hook(_refuse)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from nf4tensor.errors import DTypeError, UnsupportedError
 from nf4tensor.kernels import ops
@@ -53,27 +52,13 @@ def multiply(
     """Return `input @ weight`, or `input @ weight.mT`, plus bias, as autocast would."""
     input = autocast(input)
     bias = bias if bias is None else autocast(bias)
-    if _is_transformed():
-        fallback.warn_decoded("a product under torch.func or forward-mode differentiation")
-        dense = weight.decode(input.dtype)
-        output = input @ (dense.mT if transposed else dense)
-    elif transposed == (weight.view_kind == "rows"):
+    if transposed == (weight.view_kind == "rows"):
         if bias is None or bias.shape == weight.record.shape[-2:-1]:
             return gradient.guard(ops.linear(input, weight.record, weight.spec, bias), weight)
         output = ops.linear(input, weight.record, weight.spec)
     else:
         output = ops.matmul(input, weight.record, weight.spec)
     return gradient.guard(output if bias is None else output + bias, weight)
-
-
-def _is_transformed() -> bool:
-    # The gradients of torch.library's ops do not take part in these transforms: torch.func.jvp
-    # would return zeros. Remove when torch.library.register_autograd supports them.
-    if torch.compiler.is_compiling():
-        return False
-    return (
-        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 def autocast(tensor: Tensor) -> Tensor:

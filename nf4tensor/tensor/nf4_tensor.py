@@ -212,22 +212,23 @@ class NF4Tensor(torch.Tensor):
 
     # What torch.compile asks for
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[NF4Spec, torch.dtype, str]]:
-        return ["record"], (self.spec, self.dtype, self.view_kind)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        is_unfilled = self.new_rows is not None and not self.new_rows.is_filled
+        return ["record"], (self.spec, self.dtype, self.view_kind, self.is_cut, is_unfilled)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor],
-        context: tuple[NF4Spec, torch.dtype, str],
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
+        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> "NF4Tensor":
-        spec, dtype, view = context
-        return NF4Tensor(inner["record"], spec, dtype, view=view)
+        spec, dtype, view, is_cut, is_unfilled = context
+        tensor = NF4Tensor(inner["record"], spec, dtype, view=view)
+        tensor.is_cut, tensor.new_rows = is_cut, NewRows() if is_unfilled else None
+        return tensor
 
     def _stable_hash_for_caching(self) -> str:
         """Name everything that changes compiled code: two specs may share a record's shape."""
-        return repr(self) + repr((tuple(self.record.shape), self.record.stride()))
+        record = (self.record.shape, self.record.stride(), self.device)
+        return repr((self.__tensor_flatten__(), record, self.requires_grad))
 
     # FSDP2
 
