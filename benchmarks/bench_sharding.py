@@ -8,7 +8,9 @@ emulate bfloat16; the dense base is held and gathered in bfloat16, and cast wher
 
 Base bytes are those of the storages under the frozen weights of a rank, with the scales and tables
 that a package replicates. Gathered bytes are what one rank's all-gathers receive in one step, of
-adapters and embeddings too. What fails is told in the words of its exception.
+adapters and embeddings too. A step takes its time on the clock, which other processes and ranks
+lengthen where there are fewer cores, and CPU time of the rank. What fails is told in the words of
+its exception.
 """
 
 import argparse
@@ -123,7 +125,8 @@ def describe(outcome: ranks.Outcome, expected: ranks.Outcome, notes: Notes) -> R
     row: Row = {}
     failure = outcome.failure
     if (losses := outcome.all("losses")) is not None:
-        row |= {"step ms": max(map(statistics.median, outcome.all("seconds"))) * 1e3}
+        for column, key in (("step ms", "seconds"), ("CPU ms", "cpu_seconds")):
+            row[column] = max(map(statistics.median, outcome.all(key))) * 1e3
         row |= {"gathered bytes": max(outcome.all("gathered_bytes"))}
         if (dense := expected.all("losses")) is None:
             failure = f"unsharded and dense: {expected.failure}"
@@ -162,7 +165,7 @@ def summary(rows: list[Row], most: int) -> list[Row]:
         if row["ranks"] == most and "base bytes" in row:
             line["base MB"] = row["base bytes"] / 1e6
             line["gathered MB"] = row["gathered bytes"] / 1e6
-            line["step ms"] = round(row["step ms"])
+            line |= {column: round(row[column]) for column in ("step ms", "CPU ms")}
     return list(found.values())
 
 

@@ -97,10 +97,10 @@ def _train(here: Rank, model: nn.Module, steps: int) -> None:
     batch = torch.randint(models.VOCABULARY, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
     tokens = batch.chunk(dist.get_world_size())[dist.get_rank()]
     optimizer = torch.optim.AdamW(models.trainable(model), lr=LR)
-    gathers, losses, seconds = CountGathers(), [], []
+    gathers, losses, seconds, cpu_seconds = CountGathers(), [], [], []
     for step in range(steps):
         here.at(f"step {step + 1}")
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         # The first step is not timed: it also sets up.
         with contextlib.nullcontext() if step else gathers:
             loss = model(input_ids=tokens, labels=tokens).loss
@@ -108,11 +108,13 @@ def _train(here: Rank, model: nn.Module, steps: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu_start)
         losses.append(_mean(loss))
     here.at("evaluate")
     with torch.no_grad():
         losses.append(_mean(model(input_ids=tokens, labels=tokens).loss))
-    here.tell(losses=losses, seconds=seconds[1:] or seconds, gathered_bytes=gathers.received_bytes)
+    here.tell(losses=losses, gathered_bytes=gathers.received_bytes)
+    here.tell(seconds=seconds[1:] or seconds, cpu_seconds=cpu_seconds[1:] or cpu_seconds)
 
 
 def _mean(loss: torch.Tensor) -> float:
