@@ -216,6 +216,7 @@ def report(
     *,
     roofs: dict[int, dict[str, float]],
     skipped: dict[str, str],
+    notes: dict[str, str] | None = None,
 ) -> Path:
     """Print tables, what was left out, and write all of it as JSON.
 
@@ -225,6 +226,7 @@ def report(
         folder: where the file goes.
         roofs: what `roofs.measure` found, by number of threads.
         skipped: who could not take part, and why.
+        notes: what marks in the tables stand for.
     """
     found = environment()
     print(f"{name}: {found['processor']}, torch {found['torch']}, commit {found['commit']}")
@@ -234,12 +236,16 @@ def report(
         print(f"\n{title}")
         for line in table(rows):
             print(line)
+    for mark, text in (notes or {}).items():
+        print(f"{mark} {text}")
     for who, why in skipped.items():
         print(f"skipped: {who}: {why}")
     print(flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{found['isa']}.json"
     content = {"name": name, **found, "roofs": roofs, "skipped": skipped, "tables": tables}
+    if notes is not None:
+        content["notes"] = notes
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
 
@@ -258,4 +264,6 @@ def table(rows: list[Row]) -> list[str]:
 def _text(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1e}" if 0 < abs(value) < 0.005 else f"{value:.2f}"

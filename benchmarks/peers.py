@@ -84,8 +84,13 @@ def bitsandbytes_kernel(bnb: ModuleType, packed, state, out: torch.Tensor) -> Ca
     return lambda: kernel(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors), *sizes)
 
 
-def bitsandbytes_linear(bnb: ModuleType, weight: torch.Tensor, dtype: torch.dtype) -> nn.Module:
-    """Return bitsandbytes' layer over a weight, computing in `dtype`.
+def bitsandbytes_linear(
+    bnb: ModuleType,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    quant_storage: torch.dtype = torch.uint8,
+) -> nn.Module:
+    """Return bitsandbytes' layer over a weight, computing in `dtype`, its bytes seen as another.
 
     In evaluation mode its first call repacks the weight in place on some processors: give each
     mode a layer of its own.
@@ -95,7 +100,12 @@ def bitsandbytes_linear(bnb: ModuleType, weight: torch.Tensor, dtype: torch.dtyp
         in_features, out_features, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta"
     )
     layer.weight = bnb.nn.Params4bit(
-        weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=True
+        weight.clone(),
+        requires_grad=False,
+        quant_type="nf4",
+        compress_statistics=True,
+        quant_storage=quant_storage,
+        module=layer,  # where the layer looks for its scales once FSDP has replaced the weight
     )
     return layer.to(weight.device)  # quantizes
 

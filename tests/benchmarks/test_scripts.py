@@ -94,6 +94,17 @@ def test_roofline(dequantize, linear, results):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.hf
+def test_sharding(results):
+    for package in ("transformers", "peft"):
+        pytest.importorskip(package, reason="needs the extra hf")
+    table, runs, memory, losses = quick("sharding", results, "--worlds", "2").values()
+    assert len(table) == 4  # two bases, two shapes
+    assert all(row["2 ranks"] == "ok" for row in table)
+    assert all(row["gathered bytes"] > row["base bytes"] > 0 for row in runs)
+    assert [row["met"] for row in memory + losses] == ["yes"] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.hf
 def test_step(results, tmp_path):
