@@ -8,10 +8,11 @@ import os
 import warnings
 from typing import Any, NoReturn
 
-from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from nf4tensor.errors import NF4TensorWarning, UnsupportedError
-from nf4tensor.tensor.dispatch import bind, default, is_view
+from nf4tensor.tensor.decoded import decoded
+from nf4tensor.tensor.dispatch import default, is_view, writes_into
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
 _warned: set[str] = set()
@@ -28,7 +29,7 @@ def warn_once(key: str, message: str) -> None:
 
 def warn_decoded(what: str, is_view: bool = False) -> None:
     """Warn once that something needed a dense copy of a 4-bit tensor."""
-    lost = "; what is written into that copy does not reach the NF4Tensor" if is_view else ""
+    lost = ", which cannot be written into" if is_view else ""
     warn_once(
         f"decode {what}",
         f"{what} decodes an NF4Tensor to a dense tensor each time{lost}; call dequantize() once "
@@ -39,7 +40,8 @@ def warn_decoded(what: str, is_view: bool = False) -> None:
 def decode(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op on decoded copies of its NF4Tensor arguments."""
     warn_decoded(str(op), is_view(op))
-    return op(*dense(args), **dense(kwargs))
+    result = op(*dense(args), **dense(kwargs))
+    return decoded(result) if is_view(op) else result
 
 
 def dense(tree: Any) -> Any:
@@ -58,7 +60,7 @@ def unimplemented(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             f"{op} on an NF4Tensor: 4-bit rows can be gathered, scattered and broadcast, not "
             "reduced; call dequantize() first"
         )
-    if _writes_into_record(op, args, kwargs):
+    if writes_into(NF4Tensor, op, args, kwargs):
         refuse_write(op)
     return decode(op, args, kwargs)
 
@@ -72,14 +74,4 @@ def refuse_write(op: Any) -> NoReturn:
     raise UnsupportedError(
         f"{op} would write into the 4-bit storage of an NF4Tensor: compute on dequantize() and "
         "quantize the result with to_nf4()"
-    )
-
-
-def _writes_into_record(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    bound = bind(op, args, kwargs)
-    return any(
-        argument.alias_info is not None
-        and argument.alias_info.is_write
-        and tree_any(lambda leaf: isinstance(leaf, NF4Tensor), bound[argument.name])
-        for argument in op._schema.arguments
     )

@@ -4,11 +4,13 @@
 raises. Used by the class and by the families; knows neither.
 """
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nf4tensor import _versions
 from nf4tensor.errors import GradientError
 from nf4tensor.tensor.dispatch import overrides
 
@@ -77,8 +79,9 @@ def check_out(out: Tensor) -> None:
 @overrides(torch.Tensor.requires_grad_)
 def _requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     """Accept the flag and raise when a gradient arrives."""
-    # Parameters and DTensors call this on what they are made of: a cut is a tensor of its own now.
-    tensor.is_cut = False
+    if tensor.is_cut:
+        caller = sys._getframe(2).f_globals.get("__name__")  # beyond __torch_function__
+        tensor.is_cut = caller not in _versions.OWNERS
     with torch._C.DisableTorchFunctionSubclass():
         tensor.requires_grad_(requires_grad)
         if requires_grad and not tensor._backward_hooks:

@@ -13,6 +13,7 @@ from torch import Tensor
 from nf4tensor import _versions
 from nf4tensor.errors import UnsupportedError
 from nf4tensor.tensor import fallback
+from nf4tensor.tensor.decoded import decoded
 from nf4tensor.tensor.dispatch import overrides
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
@@ -70,7 +71,7 @@ def _leaves_torch(function: Any) -> None:
     @overrides(function)
     def of_decoded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         fallback.warn_decoded(function.__name__)
-        return function(tensor.dequantize(), *args, **kwargs)
+        return function(decoded(tensor.dequantize()), *args, **kwargs)
 
 
 for _function in (

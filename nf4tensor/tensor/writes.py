@@ -182,16 +182,6 @@ def _has_shared_rows(record: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in sizes_and_strides)
 
 
-@overrides(torch.Tensor.fill_diagonal_)
-def fill_diagonal_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse what torch would write into a decoded view.
-
-    Raises:
-        UnsupportedError: Always.
-    """
-    fallback.refuse_write(aten.fill_diagonal_.default)
-
-
 @overrides(torch.Tensor.__setitem__)
 def setitem(tensor: Any, key: Any, value: Any) -> Any:
     """Let whole rows be assigned and refuse anything that would write into a decoded copy.
