@@ -17,6 +17,7 @@ from nf4tensor.tensor.dispatch import is_view, viewing, writes_into
 _LEAVE_TORCH = (
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
+    torch.Tensor.__format__,
     torch.Tensor.data_ptr,
     torch.Tensor.is_shared,
     torch.Tensor.numpy,

@@ -51,14 +51,19 @@ def overrides(*functions: Any) -> Callable[[Function], Function]:
 
 
 def default(handler: Handler) -> Handler:
-    """Register the handler of every op that no family implements."""
+    """Register the handler of ops that no family implements and nothing else is made of."""
     _default.append(handler)
     return handler
 
 
 def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out an op on arguments of which at least one is an NF4Tensor."""
-    handler = OPS.get(op) or OPS.get(op._schema.name) or _default[0]
+    handler = OPS.get(op) or OPS.get(op._schema.name)
+    if handler is None:
+        result = op.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        handler = _default[0]
     if not is_view(op):
         return handler(op, args, kwargs)
     with viewing(args[0]):

@@ -1,4 +1,4 @@
-"""What happens to an op that no family implements: decompose, decode, or refuse.
+"""What happens to an op that no family implements: decode, or refuse.
 
 Out-of-place ops decode and warn once. Everything that would write into 4-bit storage, and every
 reduction over ranks, raises, naming the op and the way out.
@@ -51,10 +51,7 @@ def dense(tree: Any) -> Any:
 
 @default
 def unimplemented(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Decompose, decode, or refuse."""
-    result = op.decompose(*args, **kwargs)
-    if result is not NotImplemented:
-        return result
+    """Decode, or refuse."""
     if op.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
         raise UnsupportedError(
             f"{op} on an NF4Tensor: 4-bit rows can be gathered, scattered and broadcast, not "
