@@ -43,6 +43,17 @@ def caller_of_type(*names: str, max_depth: int = 12) -> Any | None:
     return None
 
 
+def calling_module() -> str:
+    """Return the name of the first module outside this package that (indirectly) called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] != "nf4tensor":
+            return name
+        frame = frame.f_back
+    return ""
+
+
 def fsdp_shard_dim(param: Any) -> int:
     """Return the dimension that FSDP2 shards a parameter along: `shard_placement_fn` chooses it."""
     placement = getattr(param, "fsdp_placement", None)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_any, tree_map_only
 
 from nf4tensor.errors import UnsupportedError
 from nf4tensor.tensor.dispatch import is_view, viewing, writes_into
 
-_LEAVE_TORCH = (
+_ON_DENSE = (
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
     torch.Tensor.__format__,
@@ -22,6 +22,7 @@ _LEAVE_TORCH = (
     torch.Tensor.is_shared,
     torch.Tensor.numpy,
     torch.Tensor.tolist,
+    torch.linalg.matrix_rank,  # see fallback.py
 )
 _ARRAYS = (torch.Tensor.__array__, torch.Tensor.numpy)
 _REACH_MEMORY = (
@@ -91,14 +92,15 @@ class DecodedView(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented
-        if func in _REACH_MEMORY:
+        if func in _REACH_MEMORY or _holds_views(kwargs.get("out")):
             _refuse("data" if func.__name__ == "__set__" else func.__name__)
-        if func in _LEAVE_TORCH:
-            args = _dense(args)
+        if func in _ON_DENSE:
+            args, kwargs = _dense(args), _dense(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         if func in _ARRAYS:
             result.flags.writeable = False
         return result
@@ -125,6 +127,10 @@ def _dense(tree: Any) -> Any:
     return tree_map_only(DecodedView, lambda view: view.dense, tree)
 
 
+def _holds_views(tree: Any) -> bool:
+    return tree_any(lambda leaf: isinstance(leaf, DecodedView), tree)
+
+
 def _refuse(what: Any) -> None:
     """Stop a write that nobody would see.
 
@@ -132,6 +138,6 @@ def _refuse(what: Any) -> None:
         UnsupportedError: Always.
     """
     raise UnsupportedError(
-        f"{what} would write into a decoded copy of part of an NF4Tensor, which the NF4Tensor would "
-        "never see: clone() the copy first, or change dequantize() and quantize that with to_nf4()"
+        f"{what} would write into a decoded copy of part of an NF4Tensor, and the NF4Tensor would "
+        "never see it: clone() the copy first, or change dequantize() and quantize that with to_nf4()"
     )

@@ -20,6 +20,13 @@ Function = Callable[..., Any]
 OPS: dict[OpOverload | str, Handler] = {}
 FUNCTIONS: dict[Any, Function] = {}
 _default: list[Handler] = []
+# What schemas don't say: these write the running statistics, and those share memory.
+_UNDECLARED_WRITES = (
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+)
+_UNDECLARED_VIEWS = ("aten::unsafe_split", "aten::unsafe_split_with_sizes")
 
 
 def implements(*ops: OpOverload | str) -> Callable[[Handler], Handler]:
@@ -48,6 +55,16 @@ def overrides(*functions: Any) -> Callable[[Function], Function]:
         return replacement
 
     return register
+
+
+def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out a Python-level function on arguments of which at least one is an NF4Tensor."""
+    if function in FUNCTIONS:
+        result = FUNCTIONS[function](*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
 
 
 def default(handler: Handler) -> Handler:
@@ -91,21 +108,23 @@ def viewing(base: Any) -> Iterator[None]:
 @cache
 def is_view(op: OpOverload) -> bool:
     """Tell whether an op's result shares the memory of its first argument, unwritten."""
+    if op._schema.name in _UNDECLARED_VIEWS:
+        return True
     returns = [result.alias_info for result in op._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returns)
 
 
-def writes_into(
-    kind: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def writes_into(kind: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether an op would write into an argument of a class."""
     bound = bind(op, args, kwargs)
-    return any(
-        argument.alias_info is not None
-        and argument.alias_info.is_write
-        and tree_any(lambda leaf: isinstance(leaf, kind), bound[argument.name])
+    written = [
+        argument.name
         for argument in op._schema.arguments
-    )
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if op._schema.name in _UNDECLARED_WRITES and bound["training"]:
+        written += ["running_mean", "running_var"]
+    return tree_any(lambda leaf: isinstance(leaf, kind), [bound[name] for name in written])
 
 
 def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

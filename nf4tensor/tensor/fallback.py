@@ -8,11 +8,13 @@ import os
 import warnings
 from typing import Any, NoReturn
 
+import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
 from nf4tensor.errors import NF4TensorWarning, UnsupportedError
 from nf4tensor.tensor.decoded import decoded
-from nf4tensor.tensor.dispatch import default, is_view, writes_into
+from nf4tensor.tensor.dispatch import default, is_view, overrides, writes_into
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
 _warned: set[str] = set()
@@ -47,6 +49,22 @@ def decode(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def dense(tree: Any) -> Any:
     """Decode every NF4Tensor in a tree of arguments."""
     return tree_map_only(NF4Tensor, lambda tensor: tensor.decode(), tree)
+
+
+def _decodes_above(function: Any) -> None:
+    """Let a function have decoded tensors: torch makes it of others where one has its own class."""
+
+    @overrides(function)
+    def of_decoded(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("out"), NF4Tensor):
+            refuse_write(function.__name__)
+        warn_decoded(function.__name__)
+        args, kwargs = tree_map_only(NF4Tensor, lambda tensor: tensor.dequantize(), (args, kwargs))
+        return function(*args, **kwargs)
+
+
+_decodes_above(torch.linalg.matrix_rank)  # which forgets to write `out`
+_decodes_above(F.scaled_dot_product_attention)  # which rounds to bfloat16 in between
 
 
 @default

@@ -4,7 +4,6 @@
 raises. Used by the class and by the families; knows neither.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -80,8 +79,7 @@ def check_out(out: Tensor) -> None:
 def _requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     """Accept the flag and raise when a gradient arrives."""
     if tensor.is_cut:
-        caller = sys._getframe(2).f_globals.get("__name__")  # beyond __torch_function__
-        tensor.is_cut = caller not in _versions.OWNERS
+        tensor.is_cut = _versions.calling_module() not in _versions.OWNERS
     with torch._C.DisableTorchFunctionSubclass():
         tensor.requires_grad_(requires_grad)
         if requires_grad and not tensor._backward_hooks:

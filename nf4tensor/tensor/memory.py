@@ -4,7 +4,6 @@ They never reach ATen, where a tensor without memory of its own is an error or a
 replaced as Python functions.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ def _data_ptr(tensor: NF4Tensor) -> int:
     Raises:
         UnsupportedError: safetensors asks, which would read as many bytes as the floats have.
     """
-    caller = sys._getframe(2).f_globals.get("__name__", "")  # beyond __torch_function__
+    caller = _versions.calling_module()
     if caller == _versions.COPIES_WRAPPERS_AT_ADDRESS_0:
         return 0
     if caller.partition(".")[0] == "safetensors":

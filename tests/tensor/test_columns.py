@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from nf4tensor import NF4Spec, NF4Tensor, NF4TensorWarning, to_nf4
 from nf4tensor.errors import SpecError
-from nf4tensor.tensor.decoded import DecodedView
 from nf4tensor.kernels import ops
+from nf4tensor.tensor.decoded import DecodedView
 from tests import oracle_columns
 from tests.oracle import Spec
 from tests.oracle_tensors import records_of, to_record
