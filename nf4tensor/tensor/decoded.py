@@ -139,5 +139,5 @@ def _refuse(what: Any) -> None:
     """
     raise UnsupportedError(
         f"{what} would write into a decoded copy of part of an NF4Tensor, and the NF4Tensor would "
-        "never see it: clone() the copy first, or change dequantize() and quantize that with to_nf4()"
+        "never see it: clone() that copy, or change dequantize() and quantize it with to_nf4()"
     )
