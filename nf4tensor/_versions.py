@@ -20,6 +20,11 @@ FSDP_HOOK_TAKES_MESH_ONLY = True
 # instead (torch.utils._python_dispatch.is_traceable_wrapper_subclass).
 COPIES_WRAPPERS_AT_ADDRESS_0 = "torch.distributed.checkpoint._state_dict_stager"
 
+# The modules of Parameter and DTensor, which call `requires_grad_` on the tensor that they are made
+# of and take over: nothing else tells a tensor that it is no longer anybody's view. Remove when a
+# constructor asks the class.
+OWNERS = ("torch.nn.parameter", "torch.distributed.tensor._api")
+
 
 def caller_of_type(*names: str, max_depth: int = 12) -> Any | None:
     """Return the object of one of torch's classes that (indirectly) called this function, or None.
@@ -36,6 +41,17 @@ def caller_of_type(*names: str, max_depth: int = 12) -> Any | None:
             return None
         frame = frame.f_back
     return None
+
+
+def calling_module() -> str:
+    """Return the name of the first module outside this package that (indirectly) called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] != "nf4tensor":
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def fsdp_shard_dim(param: Any) -> int:

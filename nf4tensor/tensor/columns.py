@@ -15,6 +15,7 @@ from nf4tensor.format import layout
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import ops
 from nf4tensor.tensor import all_gather, fallback
+from nf4tensor.tensor.decoded import decoded
 from nf4tensor.tensor.dispatch import bind
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
@@ -58,7 +59,7 @@ def _cut_or_decode(tensor: NF4Tensor, start: int, stop: int) -> Tensor:
         result.is_cut = True
         return result
     fallback.warn_decoded("a cut of columns that is not on multiples of 16", is_view=True)
-    return tensor.decode()[..., start:stop]
+    return decoded(tensor.decode()[..., start:stop])
 
 
 def cat(tensors: list[NF4Tensor]) -> NF4Tensor:

@@ -66,3 +66,11 @@ def to_copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def ask_record(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pass a question about memory on to the record."""
     return op(args[0].record, *args[1:], **kwargs)
+
+
+@implements(aten.is_set_to.default)
+def is_set_to(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether two tensors are the same look at the same record."""
+    one, other = args
+    are_alike = isinstance(one, NF4Tensor) and isinstance(other, NF4Tensor)
+    return are_alike and one.view_kind == other.view_kind and op(one.record, other.record)

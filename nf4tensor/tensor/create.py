@@ -20,10 +20,11 @@ aten = torch.ops.aten
 
 
 def like_dense(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Make a new dense tensor like an NF4Tensor, without decoding it."""
+    """Make a new dense tensor like an NF4Tensor, strides included, without decoding it."""
     tensor, *rest = args
-    template = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-    return op(template, *rest, **kwargs)
+    size, stride = tensor.shape, tensor.stride()
+    template = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+    return op(template, *rest, **{**kwargs, "device": kwargs.get("device") or tensor.device})
 
 
 _LIKE = (
@@ -61,8 +62,9 @@ def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if kwargs.get("pin_memory"):
         record = record.pin_memory()
     made = tensor.with_record(record, dtype=dtype, view=view)
+    made.new_rows = NewRows(op._opname)
     if op is aten.new_zeros.default:
-        made.padded, made.new_rows = record, NewRows()
+        made.padded = record
     return made
 
 

@@ -1,4 +1,4 @@
-"""What happens to an op that no family implements: decompose, decode, or refuse.
+"""What happens to an op that no family implements: decode, or refuse.
 
 Out-of-place ops decode and warn once. Everything that would write into 4-bit storage, and every
 reduction over ranks, raises, naming the op and the way out.
@@ -8,10 +8,13 @@ import os
 import warnings
 from typing import Any, NoReturn
 
-from torch.utils._pytree import tree_any, tree_map_only
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 
 from nf4tensor.errors import NF4TensorWarning, UnsupportedError
-from nf4tensor.tensor.dispatch import bind, default, is_view
+from nf4tensor.tensor.decoded import decoded
+from nf4tensor.tensor.dispatch import default, is_view, overrides, writes_into
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
 _warned: set[str] = set()
@@ -28,7 +31,7 @@ def warn_once(key: str, message: str) -> None:
 
 def warn_decoded(what: str, is_view: bool = False) -> None:
     """Warn once that something needed a dense copy of a 4-bit tensor."""
-    lost = "; what is written into that copy does not reach the NF4Tensor" if is_view else ""
+    lost = ", which cannot be written into" if is_view else ""
     warn_once(
         f"decode {what}",
         f"{what} decodes an NF4Tensor to a dense tensor each time{lost}; call dequantize() once "
@@ -39,7 +42,8 @@ def warn_decoded(what: str, is_view: bool = False) -> None:
 def decode(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op on decoded copies of its NF4Tensor arguments."""
     warn_decoded(str(op), is_view(op))
-    return op(*dense(args), **dense(kwargs))
+    result = op(*dense(args), **dense(kwargs))
+    return decoded(result) if is_view(op) else result
 
 
 def dense(tree: Any) -> Any:
@@ -47,18 +51,31 @@ def dense(tree: Any) -> Any:
     return tree_map_only(NF4Tensor, lambda tensor: tensor.decode(), tree)
 
 
+def _decodes_above(function: Any) -> None:
+    """Let a function have decoded tensors: torch makes it of others where one has its own class."""
+
+    @overrides(function)
+    def of_decoded(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("out"), NF4Tensor):
+            refuse_write(function.__name__)
+        warn_decoded(function.__name__)
+        args, kwargs = tree_map_only(NF4Tensor, lambda tensor: tensor.dequantize(), (args, kwargs))
+        return function(*args, **kwargs)
+
+
+_decodes_above(torch.linalg.matrix_rank)  # which forgets to write `out`
+_decodes_above(F.scaled_dot_product_attention)  # which rounds to bfloat16 in between
+
+
 @default
 def unimplemented(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Decompose, decode, or refuse."""
-    result = op.decompose(*args, **kwargs)
-    if result is not NotImplemented:
-        return result
+    """Decode, or refuse."""
     if op.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
         raise UnsupportedError(
             f"{op} on an NF4Tensor: 4-bit rows can be gathered, scattered and broadcast, not "
             "reduced; call dequantize() first"
         )
-    if _writes_into_record(op, args, kwargs):
+    if writes_into(NF4Tensor, op, args, kwargs):
         refuse_write(op)
     return decode(op, args, kwargs)
 
@@ -72,14 +89,4 @@ def refuse_write(op: Any) -> NoReturn:
     raise UnsupportedError(
         f"{op} would write into the 4-bit storage of an NF4Tensor: compute on dequantize() and "
         "quantize the result with to_nf4()"
-    )
-
-
-def _writes_into_record(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    bound = bind(op, args, kwargs)
-    return any(
-        argument.alias_info is not None
-        and argument.alias_info.is_write
-        and tree_any(lambda leaf: isinstance(leaf, NF4Tensor), bound[argument.name])
-        for argument in op._schema.arguments
     )

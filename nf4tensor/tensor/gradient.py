@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nf4tensor import _versions
 from nf4tensor.errors import GradientError
 from nf4tensor.tensor.dispatch import overrides
 
@@ -77,8 +78,8 @@ def check_out(out: Tensor) -> None:
 @overrides(torch.Tensor.requires_grad_)
 def _requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     """Accept the flag and raise when a gradient arrives."""
-    # Parameters and DTensors call this on what they are made of: a cut is a tensor of its own now.
-    tensor.is_cut = False
+    if tensor.is_cut:
+        tensor.is_cut = _versions.calling_module() not in _versions.OWNERS
     _set_requires_grad(tensor, requires_grad)
     return tensor
 

@@ -74,8 +74,8 @@ def autocast(tensor: Tensor) -> Tensor:
 
 
 @overrides(F.linear)
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not is_weight(weight) or weight.dim() != 2 or isinstance(input, NF4Tensor):
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
+    if kwargs or not is_weight(weight) or weight.dim() != 2 or isinstance(input, NF4Tensor):
         return NotImplemented
     return multiply(input, weight, transposed=True, bias=bias)
 
@@ -144,9 +144,15 @@ def _have_dims(num_dims: int, input: Any, num_other_dims: int, other: Any) -> bo
 
 @overrides(torch.addmm, torch.Tensor.addmm)
 def _addmm(
-    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *deprecated: Any,
+    beta: Any = 1,
+    alpha: Any = 1,
+    **kwargs: Any,
 ) -> Tensor:
-    if out is not None or isinstance(input, NF4Tensor) or not _have_dims(2, mat1, 2, mat2):
+    if deprecated or kwargs or isinstance(input, NF4Tensor) or not _have_dims(2, mat1, 2, mat2):
         return NotImplemented
     if is_weight(mat2) and mat2.view_kind == "transposed" and beta == alpha == 1:
         fits = mat1.shape[-1] == mat2.shape[-2] and input.shape == mat2.shape[-1:]

@@ -4,7 +4,6 @@ Most never reach ATen, where a tensor without memory of its own is an error or a
 replaced as Python functions.
 """
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ from nf4tensor import _versions
 from nf4tensor.errors import UnsupportedError
 from nf4tensor.format.spec import ceil_div
 from nf4tensor.tensor import fallback
+from nf4tensor.tensor.decoded import decoded
 from nf4tensor.tensor.dispatch import overrides
 from nf4tensor.tensor.nf4_tensor import NF4Tensor
 
@@ -64,7 +64,7 @@ def _data_ptr(tensor: NF4Tensor) -> int:
     Raises:
         UnsupportedError: safetensors asks, which would read as many bytes as the floats have.
     """
-    caller = sys._getframe(2).f_globals.get("__name__", "")  # beyond __torch_function__
+    caller = _versions.calling_module()
     if caller == _versions.COPIES_WRAPPERS_AT_ADDRESS_0:
         return 0
     if caller.partition(".")[0] == "safetensors":
@@ -109,7 +109,7 @@ def _leaves_torch(function: Any) -> None:
     @overrides(function)
     def of_decoded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         fallback.warn_decoded(function.__name__)
-        return function(tensor.dequantize(), *args, **kwargs)
+        return function(decoded(tensor.dequantize()), *args, **kwargs)
 
 
 for _function in (

@@ -15,15 +15,16 @@ from nf4tensor.format.spec import NF4Spec
 from nf4tensor.kernels import ops
 from nf4tensor.kernels.schema import WEIGHT_DTYPES, check_dtype, check_record
 from nf4tensor.tensor import all_gather, gradient
-from nf4tensor.tensor.dispatch import FUNCTIONS, call
+from nf4tensor.tensor.dispatch import call, call_function
 
 VIEWS = ("rows", "transposed", "flat")
 
 
 @dataclass
 class NewRows:
-    """Shared by every view of what `new_zeros` made, until rows are copied into one of them."""
+    """Shared by every view of rows that some op made, until rows are copied into one of them."""
 
+    maker: str
     is_filled: bool = False
 
 
@@ -256,13 +257,7 @@ class NF4Tensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in FUNCTIONS:
-            result = FUNCTIONS[func](*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return call_function(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(

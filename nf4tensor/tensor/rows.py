@@ -22,6 +22,8 @@ aten = torch.ops.aten
 @implements(
     aten.split.Tensor,
     aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
     aten.slice.Tensor,
     aten.select.int,
     aten.index_select.default,

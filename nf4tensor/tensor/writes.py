@@ -69,6 +69,7 @@ def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     rows.copy_(values)
     op(target.record, indices, rows.record)
     gradient.count_write(target.record)
+    _mark_filled(target)
     return target
 
 
@@ -84,8 +85,9 @@ def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if not isinstance(target, NF4Tensor):
         return op(target, source.decode(), *args[2:], **kwargs)
     if not isinstance(source, NF4Tensor):
-        _prepare_float_write("copy_ of a float tensor", target)
+        _prepare_float_write("copy_ of a float tensor", target, copies=True)
         write(target, source)
+        _mark_filled(target)
         return target
     _check_same_kind(target, source)
     refuse_cut(target)
@@ -94,9 +96,13 @@ def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         records = [record.view(-1, target.spec.pitch) for record in records]
     op(*records, *args[2:], **kwargs)
     gradient.count_write(target.record)
+    _mark_filled(target)
+    return target
+
+
+def _mark_filled(target: NF4Tensor) -> None:
     if target.new_rows is not None:
         target.new_rows.is_filled = True
-    return target
 
 
 def _check_same_kind(target: NF4Tensor, source: NF4Tensor) -> None:
@@ -117,15 +123,18 @@ def _check_same_kind(target: NF4Tensor, source: NF4Tensor) -> None:
         )
 
 
-def _prepare_float_write(what: str, target: NF4Tensor) -> None:
+def _prepare_float_write(what: str, target: NF4Tensor, copies: bool = False) -> None:
     """Refuse cuts and accumulators, and warn once that a float write loses small changes."""
     refuse_cut(target)
-    # Not of the empty shard of one rank, where the others' shards are filled.
-    if target.new_rows is not None and not target.new_rows.is_filled and target.numel() > 0:
-        raise UnsupportedError(
-            f"{what} into what new_zeros made of an NF4Tensor would quantize at every step: make "
-            "the accumulator with torch.zeros"
-        )
+    new = target.new_rows
+    # Not of the empty shard of one rank, where the others' shards are filled; and `to_empty` makes
+    # what is to be loaded, while zeros are made to be added to.
+    if new is not None and not new.is_filled and target.numel() > 0:
+        if not copies or new.maker == "new_zeros":
+            raise UnsupportedError(
+                f"{what} into what {new.maker} made of an NF4Tensor would quantize at every step: "
+                "make the accumulator with torch.zeros, or compute on dequantize()"
+            )
     fallback.warn_once(
         f"round {what}",
         f"{what} into an NF4Tensor rounds to 4 bits and loses small changes; to merge adapters, "
@@ -180,16 +189,6 @@ def write(target: NF4Tensor, source: Tensor) -> None:
 def _has_shared_rows(record: Tensor) -> bool:
     sizes_and_strides = zip(record.shape, record.stride(), strict=True)
     return any(stride == 0 and size > 1 for size, stride in sizes_and_strides)
-
-
-@overrides(torch.Tensor.fill_diagonal_)
-def fill_diagonal_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse what torch would write into a decoded view.
-
-    Raises:
-        UnsupportedError: Always.
-    """
-    fallback.refuse_write(aten.fill_diagonal_.default)
 
 
 @overrides(torch.Tensor.__setitem__)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from nf4tensor import NF4Spec, NF4Tensor, NF4TensorWarning, to_nf4
 from nf4tensor.errors import SpecError
 from nf4tensor.kernels import ops
+from nf4tensor.tensor.decoded import DecodedView
 from tests import oracle_columns
 from tests.oracle import Spec
 from tests.oracle_tensors import records_of, to_record
@@ -160,7 +161,7 @@ def test_other_cuts_are_decoded_and_say_so(cut):
     q = make(5, 96)
     with pytest.warns(NF4TensorWarning, match="decodes an NF4Tensor"):
         found = cut(q)
-    assert type(found) is torch.Tensor
+    assert not isinstance(found, NF4Tensor)
     assert_same(found, cut(q.dequantize()))
 
 
@@ -169,7 +170,7 @@ def test_pieces_of_a_split_are_records_where_they_can_be():
     with pytest.warns(NF4TensorWarning, match="not on multiples of 16"):
         legal, dense_piece, last = q.split([16, 16 + 4, 64], 1)
     assert isinstance(legal, NF4Tensor)
-    assert type(dense_piece) is type(last) is torch.Tensor
+    assert type(dense_piece) is type(last) is DecodedView
     assert_same(torch.cat([legal.dequantize(), dense_piece, last], 1), q)
 
 

@@ -203,6 +203,42 @@ def test_views_in_inference_mode_stay_normal_tensors():
     F.linear(leaf(5, IN), found[-1]).sum().backward()
 
 
+VIEWS = {
+    "all": lambda q: q[:],
+    "rows": lambda q: q[0:3],
+    "a row": lambda q: q[1],
+    "flat": lambda q: q.view(-1),
+    "transposed": lambda q: q.t(),
+    "detached": lambda q: q.detach(),
+    "data": lambda q: q.data,
+    "a piece": lambda q: q.chunk(3)[0],
+    "an unsafe piece": lambda q: q.unsafe_chunk(3)[0],
+    "a view of views": lambda q: q[None][0].view(2, -1, IN)[0][1:],
+    "a parameter": lambda q: nn.Parameter(q, requires_grad=False)[:1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_write_through_a_view_before_backward_is_noticed(view, mode):
+    for used in (lambda q: q, lambda q: q[:10], lambda q: q.view(2, -1, IN)[0]):
+        q = make(OUT, IN)
+        output = F.linear(leaf(5, IN), used(q))
+        with mode():
+            view(q).zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_writes_elsewhere_leave_backward_alone():
+    q = make(OUT, IN)
+    output = F.linear(leaf(5, IN), q)
+    q.clone().zero_()
+    q[torch.tensor([1])].zero_()
+    copy.deepcopy(q)[1:].zero_()
+    output.sum().backward()
+
+
 @pytest.mark.parametrize(
     "write",
     [

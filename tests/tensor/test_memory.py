@@ -38,6 +38,7 @@ def test_pinning_is_asked_of_the_record():
             make(4, 65).pin_memory()
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
 @pytest.mark.parametrize(
     "leave",
     [

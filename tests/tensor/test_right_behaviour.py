@@ -1,7 +1,9 @@
 """Faults seen in other 4-bit tensors, one test for each: the right value, or a clear error.
 
 `q = to_nf4(w)` and `d = q.dequantize()` throughout. The families' own tests go through each kind of
-fault; these are the cases by which it is known.
+fault; these are the cases by which it is known. Those of several ranks are in
+`test_collectives.py` (DDP's broadcast keeps bytes) and in `tests/fsdp/test_fully_shard.py` (what
+cannot be sharded raises on every rank, before the first collective).
 """
 
 import copy
@@ -137,17 +139,29 @@ def test_another_block_size_is_never_quantized_again_silently():
     other = to_nf4(w, 32)
     with pytest.raises(SpecError, match=r"(?s)block_size=64.*block_size=32.*assign=True"):
         other.copy_(q)
+    layer = nn.Linear(512, 512, bias=False)
+    layer.weight = nn.Parameter(other, requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"(?s)block_size=64.*block_size=32.*assign=True"):
+        layer.load_state_dict({"weight": q})
+    layer.load_state_dict({"weight": q}, assign=True)
+    assert torch.equal(layer.weight.record, q.record)
     twin = make(512, 512, seed=1)
     assert torch.equal(twin.copy_(q).record, q.record)
 
 
+@pytest.mark.filterwarnings("ignore::nf4tensor.NF4TensorWarning")
 def test_writes_into_columns_are_never_lost():
     for write in (
         lambda t: t[:, :64].mul_(0),
+        lambda t: t[:, :64].requires_grad_(False).fill_(9),
+        lambda t: t[:, 3].mul_(0),
+        lambda t: t[:, 3:40].zero_(),
+        lambda t: t.diagonal().zero_(),
+        lambda t: t.T[3].add_(1),
         lambda t: t.__setitem__((slice(None), 0), 0.0),
         lambda t: t.__setitem__((slice(None), slice(0, 64)), 0.0),
     ):
-        with pytest.raises(UnsupportedError, match=r"clone\(\) it first|assign whole rows"):
+        with pytest.raises(UnsupportedError, match=r"clone\(\) (it|that copy)|assign whole rows"):
             write(q)
     assert_same(q, d)
 

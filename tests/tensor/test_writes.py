@@ -225,6 +225,7 @@ def test_imported_scales_are_never_written():
         lambda w: torch.nn.functional.dropout(w, 0.5),
     ],
 )
+@pytest.mark.filterwarnings("ignore:aten.as_strided.default decodes:nf4tensor.NF4TensorWarning")
 def test_other_in_place_ops_are_refused_by_name(write):
     q = make(4, 65)
     before = q.record.clone()
