@@ -17,6 +17,11 @@ from nf4tensor.tensor.nf4_tensor import NF4Tensor
 from nf4tensor.tensor.views import normalize_dim
 
 aten = torch.ops.aten
+# Pieces of the first of each pair would not tell autograd what is written into them.
+_SAFE = {
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+}
 
 
 @implements(
@@ -31,6 +36,7 @@ aten = torch.ops.aten
 )
 def on_one_dim(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an op along one leading dimension to the record."""
+    op = _SAFE.get(op, op)
     tensor = args[0]
     bound = bind(op, args, kwargs)
     dim = normalize_dim(bound.pop("dim"), tensor.dim())

@@ -70,7 +70,7 @@ def test_faults_are_seen_and_the_rest_goes_on():
         return tensor + 1
 
     table = op_table.run(QUICK, [operator(f) for f in (wrong, unclear, writing, crash, right)])
-    assert [fault.partition(",")[0] for fault in table.faults] == [
+    assert list(dict.fromkeys(fault.partition(",")[0] for fault in table.faults)) == [
         "wrong: wrong",
         "unclear: unclear",
         "wrong: writing",
