@@ -9,7 +9,12 @@ import pytest
 from tests.ranks import Ranks
 
 
-@pytest.fixture(scope="session", params=[1, 2, 3, 4, 8], ids=lambda n: f"{n}ranks")
+# Eight processes on two cores take their time: slow tests, where fewer show the same.
+@pytest.fixture(
+    scope="session",
+    params=[1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)],
+    ids=lambda n: f"{n}ranks",
+)
 def ranks(request: pytest.FixtureRequest):
     """Each world size in turn, started once for all tests that use it."""
     world = Ranks(request.param)

@@ -14,10 +14,6 @@ from tests.fsdp.wire import CountWire
 from tests.ranks import Ranks
 
 TOLERANCE = 1e-5
-# Eight processes on two cores take their time: slow tests, where fewer show the same.
-fewer_ranks = pytest.mark.parametrize(
-    "ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)], indirect=True
-)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +35,6 @@ def test_ten_steps_equal_the_unsharded_model(ranks: Ranks, unsharded_losses, res
     assert unsharded_losses[-1] < 0.7 * unsharded_losses[0]
 
 
-@fewer_ranks
 @pytest.mark.parametrize(
     ("model_options", "train_options", "shard_options"),
     [

@@ -26,7 +26,9 @@ TOLERANCE = 1e-5
 SHAPES = {"uneven": {}, "one-row": {"hidden": (1, 96)}, "even": {"hidden": (192, 192)}}
 EVEN = {"hidden": (192, 192), "block_size": 16}  # its columns divide by up to 4 ranks
 
-each_shape = pytest.mark.parametrize("shape", SHAPES)
+each_shape = pytest.mark.parametrize(
+    "shape", ["uneven", "one-row", pytest.param("even", marks=pytest.mark.slow)]
+)
 two_by_two = pytest.mark.parametrize("ranks", [4], indirect=True)
 up_to_four = pytest.mark.parametrize("ranks", [1, 2, 3, 4], indirect=True)
 
