@@ -87,7 +87,7 @@ def register_backends() -> None:
     if backend == "triton" and not any(one.backend == "triton" for one in table()):
         _refuse("triton", "Triton", _choices["linear", "cuda"].reason)
     _choose("other", "reference", "no kernel for other devices")
-    # By this torch's own modules queue what has to wait for CUDA; it runs at once if that is there.
+    # Where torch itself queues what waits for CUDA; if that has started, the call is made now.
     torch.cuda._lazy_call(partial(_register_for_cuda, backend))
 
 
