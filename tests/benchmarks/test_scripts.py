@@ -94,6 +94,7 @@ def test_roofline(dequantize, linear, results):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.hf
 def test_sharding(results):
     for package in ("transformers", "peft"):
