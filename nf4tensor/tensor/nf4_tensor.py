@@ -214,16 +214,17 @@ class NF4Tensor(torch.Tensor):
     # What torch.compile asks for
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        is_unfilled = self.new_rows is not None and not self.new_rows.is_filled
-        return ["record"], (self.spec, self.dtype, self.view_kind, self.is_cut, is_unfilled)
+        new = self.new_rows
+        maker = None if new is None or new.is_filled else new.maker
+        return ["record"], (self.spec, self.dtype, self.view_kind, self.is_cut, maker)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> "NF4Tensor":
-        spec, dtype, view, is_cut, is_unfilled = context
+        spec, dtype, view, is_cut, maker = context
         tensor = NF4Tensor(inner["record"], spec, dtype, view=view)
-        tensor.is_cut, tensor.new_rows = is_cut, NewRows() if is_unfilled else None
+        tensor.is_cut, tensor.new_rows = is_cut, NewRows(maker) if maker else None
         return tensor
 
     def _stable_hash_for_caching(self) -> str:

@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nf4tensor import to_nf4
-from nf4tensor.errors import GradientError
+from nf4tensor.errors import GradientError, UnsupportedError
 from tests.fsdp.training import LoRALinear, is_base
 from tests.tensor.weights import assert_same, dense, make
 
@@ -87,3 +87,10 @@ def test_backward_to_the_weight_raises(counter):
     layer.base.weight.requires_grad_(True)
     with pytest.raises(GradientError, match=r"requires_grad_\(False\)"):
         results(torch.compile(layer, fullgraph=True, backend=counter), layer)
+
+
+def test_what_new_zeros_made_stays_an_accumulator(counter):
+    q = make(96, 64)
+    zeros = torch.compile(lambda w: w.new_zeros(4, 64), fullgraph=True, backend=counter)(q)
+    with pytest.raises(UnsupportedError, match="what new_zeros made"):
+        zeros.add_(1)
