@@ -78,12 +78,11 @@ def train(model: nn.Module, sizes: list[int], dtype: torch.dtype | None = None) 
     return losses
 
 
-def compiled(base: str, prepare, sizes: list[int], backend: str, **options):
+def compiled(model: nn.Module, prepare, sizes: list[int], backend: str, **options):
     """Train a compiled model; return its losses and how many graphs and breaks there were."""
     torch._dynamo.reset()
     counters.clear()
     counter = CompileCounterWithBackend(backend)
-    model = make_model(base)
     prepare(model, backend=counter)
     losses = train(model, sizes, **options)
     return losses, (counter.frame_count, sum(counters["graph_break"].values()))
@@ -94,21 +93,31 @@ each_backend = pytest.mark.parametrize(
 )
 
 
-@each_backend
+def test_layers_share_graphs():
+    expected = train(make_model("4-bit", 2), [2, 3])
+    losses, counts = compiled(make_model("4-bit", 2), each_layer, [2, 3], PARTITIONED)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    # The first layer's input needs no gradient; then both with a dynamic batch.
+    assert counts == (4, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [PARTITIONED, "inductor"])
 @pytest.mark.parametrize("prepare", [whole, each_layer, checkpointed_whole])
 def test_training_on_changing_batches(prepare, backend):
     sizes = [2, 3, 4, 5, 6]  # and as many lengths
     expected = train(make_model("4-bit"), sizes)
-    losses, (graphs, breaks) = compiled("4-bit", prepare, sizes, backend)
+    losses, (graphs, breaks) = compiled(make_model("4-bit"), prepare, sizes, backend)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert breaks == 0
-    _, (dense_graphs, _) = compiled("dense", prepare, sizes, backend)
+    _, (dense_graphs, _) = compiled(make_model("dense"), prepare, sizes, backend)
     assert graphs <= dense_graphs
 
 
 @each_backend
 def test_autocast(backend):
-    expected = train(make_model("4-bit"), [3, 3], torch.bfloat16)
-    losses, counts = compiled("4-bit", whole, [3, 3], backend, dtype=torch.bfloat16)
+    expected = train(make_model("4-bit", 1), [3, 3], torch.bfloat16)
+    model = make_model("4-bit", 1)
+    losses, counts = compiled(model, whole, [3, 3], backend, dtype=torch.bfloat16)
     assert losses == pytest.approx(expected, rel=1e-3)  # fused operations round less often
     assert counts == (1, 0)

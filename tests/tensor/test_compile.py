@@ -94,3 +94,34 @@ def test_what_new_zeros_made_stays_an_accumulator(counter):
     zeros = torch.compile(lambda w: w.new_zeros(4, 64), fullgraph=True, backend=counter)(q)
     with pytest.raises(UnsupportedError, match="what new_zeros made"):
         zeros.add_(1)
+
+
+def test_what_changes_code_changes_the_key_of_caches():
+    q = make(96, 64)
+    others = {
+        "codebook": make(96, 64, quant_type="fp4"),
+        "block size": make(96, 64, block_size=32),
+        "dtype": q.to(torch.bfloat16),
+        "view": q.t(),
+        "columns that were cut": make(96, 128)[:, :64],
+        "rows": q[:95],
+        "strides": make(192, 64)[::2],
+        "made by new_zeros": q.new_zeros(96, 64),
+        "requires_grad": make(96, 64).requires_grad_(),
+        "device": q.to("meta"),
+    }
+    keys = {name: other._stable_hash_for_caching() for name, other in others.items()}
+    keys["itself"] = q._stable_hash_for_caching()
+    assert len(set(keys.values())) == len(keys)
+    assert make(96, 64, seed=1)._stable_hash_for_caching() == keys["itself"]
+
+
+@pytest.mark.slow
+def test_caches_of_inductor_tell_specs_apart():
+    torch._dynamo.reset()
+    for options in ({}, {"block_size": 32}, {"quant_type": "fp4"}, {}):
+        q = make(96, 64, **options)
+        assert q.record.shape == (96, 64)
+        found = torch.compile(lambda w: w.dequantize().abs() * 2, fullgraph=True)(q)
+        torch._dynamo.reset()  # the caches on disk stay
+        assert_same(found, q.dequantize().abs() * 2)
