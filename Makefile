@@ -82,6 +82,7 @@ bench: $(PEERS) ## Measure the kernels here, beside those of others (ARGS: for e
 	$(BIN)/python benchmarks/roofline.py --results $(RESULTS)
 	$(BIN)/python benchmarks/bench_step.py --results $(RESULTS) $(ARGS)
 	$(BIN)/python benchmarks/bench_sharding.py --results $(RESULTS) $(ARGS)
+	$(BIN)/python benchmarks/bench_compile.py --results $(RESULTS) $(ARGS)
 
 # The extra `bench` by name: pip would build nf4tensor again. Without a network the benchmarks run
 # too, and say who is missing.

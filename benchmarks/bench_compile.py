@@ -1,9 +1,9 @@
 """Compile the training of one small Llama with LoRA, over a 4-bit and a dense bfloat16 base.
 
 Each case runs in processes of its own, over each base from empty caches: five batch sizes, forward
-and backward, compiled and then eager. Graphs, breaks and recompiles (compilations of code that was
-compiled before) are torch's own counts. Compile seconds are what the first calls took more than the
-same calls once compiled. Losses are the compiled model's against the eager one's.
+and backward, compiled, again, and eager. Graphs, breaks and recompiles (compilations of code that
+was compiled before) are torch's own counts. Compile seconds are what the first calls took more than
+the same calls once compiled. Losses are the compiled model's against the eager one's.
 
 Then all four, compiled or eager over either base, take turns with one batch. Activations and
 adapters are float32, since many processors emulate bfloat16; the dense base is held, and gathered,
@@ -12,6 +12,7 @@ in bfloat16, and cast where it is used. Sharded cases have one thread a rank.
 
 import argparse
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import harness
+import peers
 import sharding_models as models
 import sharding_ranks as ranks
 import torch
@@ -35,6 +37,7 @@ BATCHES = (2, 3, 4, 5, 6)  # sequences of a rank
 SEQ_LEN = 64
 LOSS_GOAL = 1e-5  # relative: float32 sums in another order
 OURS, DENSE = "nf4tensor", "dense bf16"
+CACHES = "TORCHINDUCTOR_CACHE_DIR"
 SIZES = {"hidden": 256, "intermediate": 688, "heads": 4, "head_dim": 64}
 QUICK_SIZES = {"hidden": 128, "intermediate": 192, "heads": 2, "head_dim": 64}
 Row = harness.Row
@@ -113,15 +116,15 @@ class Case:
 
 CASES = {
     "one layer": Case(whole, 1),
-    "whole model": Case(whole, 6),
-    "whole, layers checkpointed": Case(partial(checkpointed, then=whole), 6),
-    "whole, selectively": Case(partial(selectively, then=whole), 6),
+    "whole model": Case(whole, 2),
+    "whole, layers checkpointed": Case(partial(checkpointed, then=whole), 2),
+    "whole, selectively": Case(partial(selectively, then=whole), 2),
     "each layer alone": Case(each_layer, 30),
     "each layer, checkpointed": Case(partial(checkpointed, then=each_layer), 30),
-    "each layer, autocast": Case(each_layer, 6, autocast=True),
+    "each layer, autocast": Case(each_layer, 2, autocast=True),
     "each layer, then fully_shard": Case(partial(sharded_after, compile=each_layer), 30, 2),
     "fully_shard, then each layer": Case(partial(sharded_before, compile=each_layer), 30, 2),
-    "fully_shard, then whole": Case(partial(sharded_before, compile=broken), 6, 2),
+    "fully_shard, then whole": Case(partial(sharded_before, compile=broken), 2, 2),
 }
 
 
@@ -132,9 +135,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that a run may take")
     options = harness.parse(parser, argv)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or the ranks would share compilers
-    for package in ("transformers", "peft"):
-        import_or_exit(package)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # forked ranks cannot share its workers
+    with peers.quiet():  # here, so that the ranks, which are forked, have all of it
+        for package in ("transformers", "peft"):
+            import_or_exit(package)
     contestants = models.contestants(argparse.Namespace(no_peers=True), {})
     rows, skipped = [], {}
     for name in options.cases:
@@ -147,21 +151,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(name: str, contestants, options: argparse.Namespace, skipped: dict[str, str]) -> list[Row]:
     """Run a case over both bases; return a row of each."""
     case = CASES[name]
-    layers = min(case.layers, 3) if options.quick else case.layers
+    layers = min(case.layers, 2) if options.quick else case.layers
     sizes = models.Sizes(**(QUICK_SIZES if options.quick else SIZES), layers=layers)
-    rows = {}
-    for base, contestant in contestants.items():
-        harness.say(f"{name}, {base}")
-        outcome = ranks.run(count, case.num_ranks, options.limit, name, contestant, sizes)
-        rows[base] = {"layers": layers, "ranks": case.num_ranks, "base": base}
-        if outcome.failure:
-            skipped[f"{name}, {base}"] = outcome.failure
-        else:
-            rows[base] |= {key: max(outcome.all(key)) for key in outcome.found[0]}
-    harness.say(f"{name}, step times")
-    outcome = ranks.run(
-        take_turns, case.num_ranks, options.limit, name, contestants, sizes, options.rounds
-    )
+    rows: dict[str, Row] = {}
+    with tempfile.TemporaryDirectory() as compiled:
+        for base, contestant in contestants.items():
+            harness.say(f"{name}, {base}")
+            with tempfile.TemporaryDirectory() as caches:
+                os.environ[CACHES] = caches
+                outcome = ranks.run(count, case.num_ranks, options.limit, name, contestant, sizes)
+                shutil.copytree(caches, compiled, dirs_exist_ok=True)
+            rows[base] = {"layers": layers, "ranks": case.num_ranks, "base": base}
+            if outcome.failure:
+                skipped[f"{name}, {base}"] = outcome.failure
+            else:
+                rows[base] |= {key: max(outcome.all(key)) for key in outcome.found[0]}
+        harness.say(f"{name}, step times")
+        os.environ[CACHES] = compiled
+        outcome = ranks.run(
+            take_turns, case.num_ranks, options.limit, name, contestants, sizes, options.rounds
+        )
     if outcome.failure:
         skipped[f"{name}, times"] = outcome.failure
         return list(rows.values())
@@ -175,29 +184,25 @@ def run(name: str, contestants, options: argparse.Namespace, skipped: dict[str, 
 
 def count(here: ranks.Rank, name: str, contestant: models.Contestant, sizes: models.Sizes) -> None:
     """Compile from nothing; tell what torch counted and how far losses are from eager ones."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        here.at("compile")
-        model, eager = (make(name, contestant, sizes, compiled=c) for c in (True, False))
-        start = time.perf_counter()
-        losses = [take_step(name, model, batch) for batch in BATCHES]
-        cold = time.perf_counter() - start
-        stats = {"graphs": counters["stats"]["unique_graphs"], "breaks": num_breaks()}
-        stats["recompiles"] = num_recompiles()
-        here.at("run again")
-        start = time.perf_counter()
-        for batch in BATCHES:
-            take_step(name, model, batch)
-        warm = time.perf_counter() - start
-        here.at("run eager")
-        expected = [take_step(name, eager, batch) for batch in BATCHES]
+    here.at("compile")
+    model, eager = (make(name, contestant, sizes, compiled=c) for c in (True, False))
+    start = time.perf_counter()
+    losses = [take_step(name, model, batch) for batch in BATCHES]
+    cold = time.perf_counter() - start
+    stats = {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "recompiles": num_recompiles(),
+    }
+    here.at("run again")
+    start = time.perf_counter()
+    for batch in BATCHES:
+        take_step(name, model, batch)
+    warm = time.perf_counter() - start
+    here.at("run eager")
+    expected = [take_step(name, eager, batch) for batch in BATCHES]
     off = max(abs(loss / eager - 1) for loss, eager in zip(losses, expected, strict=True))
     here.tell(**stats, **{"compile s": cold - warm, "loss off": off})
-
-
-def num_breaks() -> int:
-    """Return how often a graph was broken."""
-    return sum(counters["graph_break"].values())
 
 
 def num_recompiles() -> int:
@@ -246,18 +251,16 @@ def tokens_of(batch: int) -> Tensor:
 
 def take_turns(here: ranks.Rank, name: str, contestants, sizes: models.Sizes, rounds: int) -> None:
     """Time steps of all bases, compiled and eager, in turn."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        torch._dynamo.config.automatic_dynamic_shapes = False
-        steps = {}
-        for base, contestant in contestants.items():
-            for way in ("compiled", "eager"):
-                model = make(name, contestant, sizes, compiled=way == "compiled")
-                steps[f"{base}, {way}"] = partial(take_step, name, model, BATCHES[2])
-        here.at("time")
-        # The same number of turns on every rank: they gather together.
-        for key, timing in harness.race(steps, rounds, slow=float("inf")).items():
-            here.tell(**{key: timing["median_ms"]})
+    steps = {}
+    for base, contestant in contestants.items():
+        for way in ("compiled", "eager"):
+            here.at(f"prepare {base}, {way}")
+            model = make(name, contestant, sizes, compiled=way == "compiled")
+            steps[f"{base}, {way}"] = partial(take_step, name, model, BATCHES[0])
+    here.at("time")
+    # The same number of turns on every rank: they gather together.
+    for key, timing in harness.race(steps, rounds, slow=float("inf")).items():
+        here.tell(**{key: timing["median_ms"]})
 
 
 def goals(rows: list[Row]) -> list[Row]:

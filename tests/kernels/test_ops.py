@@ -3,6 +3,10 @@
 Values are checked in `test_reference.py`; here every option goes through what torch asks of an op.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,6 +138,18 @@ def test_opcheck_of_optional_gradients():
     check("linear", inputs, record, *spec.op_args)
     check("linear", inputs, record, *spec.op_args, bias.requires_grad_())
     check("linear", inputs.requires_grad_(), record, *spec.op_args, bias.detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choice", [{"NF4TENSOR_BACKEND": "reference"}, {"NF4TENSOR_ISA": "scalar"}]
+)
+def test_opcheck_of_other_backends(choice):
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "opcheck and not backends", __file__]
+    result = subprocess.run(
+        command, env=os.environ | choice, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
 
 
 # Values and gradients of the products
