@@ -125,3 +125,17 @@ def test_caches_of_inductor_tell_specs_apart():
         found = torch.compile(lambda w: w.dequantize().abs() * 2, fullgraph=True)(q)
         torch._dynamo.reset()  # the caches on disk stay
         assert_same(found, q.dequantize().abs() * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_changes_no_bits(dtype):
+    def function(w, x):
+        h = F.linear(torch.relu(x) * 2, w)
+        return h, torch.relu(h) @ w, w.dequantize(dtype) * 2
+
+    torch._dynamo.reset()
+    q, x = make(96, 64), dense(7, 64).to(dtype)
+    found = torch.compile(function, fullgraph=True)(q, x)
+    for one, other in zip(found, function(q, x), strict=True):
+        assert_same(one, other)
