@@ -1,5 +1,6 @@
-"""The `nf4tensor` command: `env.py` says what is installed, `files.py` works on checkpoints.
+"""The `nf4tensor` command: one file for each group of subcommands.
 
+`env.py` says what is installed, `files.py` works on checkpoints, `plan.py` says what fits.
 Each subcommand prints a table, or JSON with `--json`; the work is done by the rooms below. Called
 by the script that `pip` installs and by `python -m nf4tensor`.
 """
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import nf4tensor
-from nf4tensor.cli import env, files
+from nf4tensor.cli import env, files, plan
 from nf4tensor.errors import NF4TensorError
 
 
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     env.add(commands)
     files.add(commands)
+    plan.add(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)

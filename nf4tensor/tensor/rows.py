@@ -147,7 +147,8 @@ def _cat_flat(op: Any, tensors: list[Tensor]) -> NF4Tensor:
     if len(kinds) > 1:
         raise UnsupportedError(
             f"{op} of a flat NF4Tensor with dense tensors or other specs would have to decode it: "
-            "pass init_sync=False to DistributedDataParallel, or call dequantize() first"
+            "pass init_sync=False to DistributedDataParallel, use fully_shard in place of "
+            "FullyShardedDataParallel, or call dequantize() first"
         )
     rows = [tensor.record.view(-1, tensor.spec.pitch) for tensor in tensors]
     return tensors[0].with_record(torch.cat(rows))
