@@ -107,6 +107,7 @@ class Costs:
             others, as one is in use while the next arrives in the buffer that it is copied out of
             (`foreach_all_gather_copy_out`); and the gradients of the largest unit, as autograd made
             them and in the buffer that is reduced.
+        stays_gathered: Of `gathered`, what is whole all through a step, such as the root.
         decoded: The largest 4-bit weight in the dtype it is used in, once.
         sharded: Of all these, chunks of parameters with their gradients and states.
         device: What is in the memory of the device: all, or with `CPUOffloadPolicy` all that is not
@@ -125,6 +126,7 @@ class Costs:
     optimizer: int
     buffers: int
     gathered: int
+    stays_gathered: int
     decoded: int
     sharded: int
     device: int
@@ -160,7 +162,8 @@ def count(
     trainable = sum(p.bytes_per_rank for p in parameters if p.role == "trainable")
     states = (2 + ADAMW_STATES) * trainable
     gather, reduce = _chunks_by_unit(parameters, options)
-    gathered = _gathered(gather, world, options)
+    stays_gathered, in_flight = _gathered(gather, world, options)
+    gathered = stays_gathered + in_flight
     gathered += 2 * world.num_shards * max(reduce.values(), default=0)
     decoded = max((_decoded(p, options) for p in parameters if p.spec), default=0)
     sharded = held[True] + states
@@ -174,6 +177,7 @@ def count(
         optimizer=ADAMW_STATES * trainable,
         buffers=buffers,
         gathered=gathered,
+        stays_gathered=stays_gathered,
         decoded=decoded,
         sharded=sharded,
         device=rest if options.offloads else rest + sharded,
@@ -215,14 +219,15 @@ def _used_dtype(parameter: ParameterPlan, options: Options) -> "torch.dtype":
     return options.param_dtype or own if own.is_floating_point else own
 
 
-def _gathered(gather: dict[str, int], world: World, options: Options) -> int:
+def _gathered(gather: dict[str, int], world: World, options: Options) -> tuple[int, int]:
+    """Return what stays whole during a step, and what is for a while."""
     whole = {unit: world.num_shards * chunks for unit, chunks in gather.items()}
     kept = [n for unit, n in whole.items() if options.keeps_gathered(unit)]
     others = [n for unit, n in whole.items() if not options.keeps_gathered(unit)]
     # A single rank copies its shard without a buffer in between (`wait_for_unshard`).
     num_buffers = 0 if world.num_shards == 1 else 1
     in_flight = (num_buffers * max(kept, default=0), (1 + num_buffers) * max(others, default=0))
-    return sum(kept) + max(in_flight)
+    return sum(kept), max(in_flight)
 
 
 def _decoded(parameter: ParameterPlan, options: Options) -> int:

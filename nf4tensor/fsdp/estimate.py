@@ -14,8 +14,6 @@ from nf4tensor.fsdp.step_memory import StepMemory
 FRAGMENTATION = 0.10
 CONTEXT_BYTES = 1_000_000_000
 
-ON_HOST = ("packed base", "other frozen", "adapters", "gradients", "optimizer")
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -44,7 +42,10 @@ class Estimate:
 def estimate(
     plan: ShardingPlan, policy: Decision, step: StepMemory, *, reserve: bool = True
 ) -> Estimate:
-    """Put together what a rank needs.
+    """Put together what a rank needs at the moment when it needs most.
+
+    That is around the loss, when only what stays gathered is whole and no gradient is there yet, or
+    while layers go backward.
 
     Args:
         plan: Of the model that trains; either of its choices may be asked for.
@@ -56,40 +57,42 @@ def estimate(
         Bytes by part. Sharded parts lie on the host where the plan offloads.
     """
     choice = plan.choices[policy]
-    costs = choice.costs
-    packed = sum(p.bytes_per_rank for p in choice.parameters if p.role == "quantized")
-    parts = {
-        "packed base": packed,
-        "other frozen": costs.frozen - packed,
-        "adapters": costs.trainable,
-        "gradients": costs.gradients,
-        "optimizer": costs.optimizer,
-        "buffers": costs.buffers,
-        "gathered layers": costs.gathered,
-        "decoded weight": costs.decoded,
-        "activations": step.kept,
-        "logits and others": step.peak - step.kept,
-    }
-    host = 0
-    if plan.options.offloads:
-        host = costs.sharded
-        for name in ON_HOST:
-            parts[name] = 0
-        parts["packed base"] = sum(
-            p.bytes_per_rank
-            for p in choice.parameters
-            if p.role == "quantized" and not p.is_sharded
+    moments = [
+        _parts(plan, policy, gathered=gathered, gradients=gradients, kept=kept, others=others)
+        for gathered, gradients, kept, others in (
+            (choice.costs.stays_gathered, 0, step.kept, step.loss - step.kept),
+            (
+                choice.costs.gathered,
+                choice.costs.gradients,
+                min(step.kept, step.layers),
+                max(step.layers - step.kept, 0),
+            ),
         )
-        parts["other frozen"] = (
-            costs.frozen
-            - parts["packed base"]
-            - sum(
-                p.bytes_per_rank
-                for p in choice.parameters
-                if p.role != "trainable" and p.is_sharded
-            )
-        )
+    ]
+    parts = max(moments, key=lambda parts: sum(parts.values()))
     if reserve:
         parts["reserve"] = round(FRAGMENTATION * sum(parts.values())) + CONTEXT_BYTES
+    host = choice.costs.sharded if plan.options.offloads else 0
     problem = choice.problems[0] if choice.problems else ""
-    return Estimate(policy, parts, host, costs.wire, problem)
+    return Estimate(policy, parts, host, choice.costs.wire, problem)
+
+
+def _parts(
+    plan: ShardingPlan, policy: Decision, *, gathered: int, gradients: int, kept: int, others: int
+) -> dict[str, int]:
+    costs = plan.choices[policy].costs
+    frozen = [p for p in plan.choices[policy].parameters if p.role != "trainable"]
+    offloads = plan.options.offloads
+    on_device = [p for p in frozen if not (offloads and p.is_sharded)]
+    return {
+        "packed base": sum(p.bytes_per_rank for p in on_device if p.role == "quantized"),
+        "other frozen": sum(p.bytes_per_rank for p in on_device if p.role == "frozen"),
+        "adapters": 0 if offloads else costs.trainable,
+        "gradients": 0 if offloads else gradients,
+        "optimizer": 0 if offloads else costs.optimizer,
+        "buffers": costs.buffers,
+        "gathered layers": gathered,
+        "decoded weight": costs.decoded,
+        "activations": kept,
+        "logits and others": others,
+    }

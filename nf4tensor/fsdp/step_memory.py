@@ -23,11 +23,13 @@ class StepMemory:
 
     Args:
         kept: Held when the forward pass ends, for the backward pass.
-        peak: The most held at any time.
+        loss: The most held until the first parameter has its gradient: around the loss.
+        layers: The most held after that, while layers go backward.
     """
 
     kept: int
-    peak: int
+    loss: int
+    layers: int
 
 
 class _Live(TorchDispatchMode):
@@ -66,24 +68,30 @@ def trace(model: nn.Module, loss: Callable[[], Tensor]) -> StepMemory:
 
     Args:
         model: Whose parameters and buffers are not counted; on the meta device.
-        loss: Runs the model and returns the loss. Gradients are dropped as they are made.
+        loss: Runs the model and returns the loss, which some parameter gets a gradient of.
+            Gradients are dropped as they are made.
 
     Returns:
         Bytes in the dtypes that the model computes in.
     """
     tensors = [getattr(t, "record", t) for t in (*model.parameters(), *model.buffers())]
+    live = _Live(tensors)
+    peaks: list[int] = []
+
+    def arrived(parameter: Tensor) -> None:
+        parameter.grad = None
+        if not peaks:
+            peaks.append(live.peak)
+            live.peak = 0
+
     trained = [p for p in model.parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
+    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trained]
     try:
-        with _Live(tensors) as live:
+        with live:
             value = loss()
             kept = live.now
             value.backward()
     finally:
         for hook in hooks:
             hook.remove()
-    return StepMemory(kept, live.peak)
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
+    return StepMemory(kept, peaks[0], live.peak)
