@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all sanitize lint format finetune bench dist clean
+.PHONY: help setup test test-all sanitize lint format finetune bench docs dist clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -90,6 +90,10 @@ $(PEERS): $(STAMP)
 	@echo "installing bitsandbytes and torchao to compare with: 50 MB the first time"
 	@if $(PIP_INSTALL) bitsandbytes torchao matplotlib; then touch $@; \
 	  else echo "make: pip could not install them (see above): measuring without" >&2; fi
+
+docs: $(STAMP) ## Build the documentation into build/docs, with an error for each warning
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 dist: $(STAMP) ## Build the source archive and a wheel into dist/
 	NF4TENSOR_REQUIRE_COMPILED=1 $(BIN)/python -m build

@@ -2,7 +2,7 @@
 
 Every class here is a `NF4TensorError` and the built-in that a caller would expect to catch. A
 message says what was expected, what came, whose it is, and the way out. Faults of this package
-itself are `assert`s, not errors of this file.
+itself are assertions, not errors of this file.
 """
 
 
