@@ -165,9 +165,17 @@ def read_weights(files: Iterable[Path]) -> dict[str, Weight]:
     """
     weights: dict[str, Weight] = {}
     for file in files:
-        with _opened(file) as opened:
-            _add(weights, _metadata(file, opened.metadata() or {})[0], file)
+        _add(weights, _metadata(file, _opened(file).metadata() or {})[0], file)
     return weights
+
+
+def read_names(files: Iterable[Path]) -> list[str]:
+    """Return the names of all entries of files.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    return [name for file in files for name in _opened(file).offset_keys()]
 
 
 def _opened(file: Path) -> Any:

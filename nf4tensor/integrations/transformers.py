@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nf4tensor.checkpoint.files import VERSION, Weight, read_weights
+from nf4tensor.checkpoint.files import VERSION, read_names, read_weights
 from nf4tensor.checkpoint.write import QUANT_METHOD
 from nf4tensor.errors import CheckpointError, DTypeError, SpecError, UnsupportedError
 from nf4tensor.format.spec import NF4Spec
 from nf4tensor.integrations import transformers_choice, transformers_saving
+from nf4tensor.integrations.bitsandbytes import prefixes
 from nf4tensor.integrations.transformers_loading import (
     FromBitsAndBytes,
     FromRecords,
@@ -146,7 +147,7 @@ class NF4Quantizer(HfQuantizer):
     def __init__(self, quantization_config: NF4Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.loaded = Loaded()
-        self._stored_as: dict[str, Weight] = {}
+        self._stored: dict[str, Any] = {}  # what the checkpoint says of 4-bit weights, by name
         self._has_experts = False
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
@@ -196,35 +197,47 @@ class NF4Quantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         config = self.quantization_config
-        is_from_bitsandbytes = self.pre_quantized and config.source != QUANT_METHOD
-        transformers_choice.check_distribution(model, is_from_bitsandbytes)
+        is_from_theirs = self.pre_quantized and config.source != QUANT_METHOD
+        transformers_choice.check_distribution(model, is_from_theirs)
         options = ("quant_type", "block_size", "scale_block_size")
         self.loaded = Loaded({name: getattr(config, name) for name in options})
-        if self.pre_quantized and not is_from_bitsandbytes:
-            if not checkpoint_files:
-                raise CheckpointError(
-                    "a 4-bit model is loaded from its files, whose metadata says what its weights "
-                    "are, not from state_dict: call load_state_dict on the model instead"
-                )
-            self._stored_as = read_weights(map(Path, checkpoint_files))
-        else:
+        if not self.pre_quantized:
             skip = self.get_modules_to_not_convert(
                 model, config.skip_modules, model._keep_in_fp32_modules, add_default_skips=True
             )
             self.loaded.names = transformers_choice.choose(model, config, skip)
+        elif not checkpoint_files:
+            raise CheckpointError(
+                "a 4-bit model is loaded from its files, whose metadata says what its weights are, "
+                "not from state_dict: call load_state_dict on the model instead"
+            )
+        else:
+            files = [Path(file) for file in checkpoint_files]
+            self._stored = prefixes(read_names(files)) if is_from_theirs else read_weights(files)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Let 4-bit weights of the checkpoint pass through the conversions that a model has."""
-        if self.pre_quantized and self.quantization_config.source != QUANT_METHOD:
-            converter = FromBitsAndBytes(self.loaded).converter()
-            weight_conversions = [*weight_conversions, converter]
-        elif self.pre_quantized:
-            self.loaded.weights = names_in_model(self._stored_as, weight_conversions, model)
-            self.loaded.names = set(self.loaded.weights)
-            weight_conversions = FromRecords(self.loaded).after(weight_conversions, self._stored_as)
+        if self.pre_quantized:
+            found = names_in_model(self._stored, weight_conversions, model)
+            self.loaded.names = set(found)
+            if self.quantization_config.source == QUANT_METHOD:
+                self.loaded.weights = found
+                weight_conversions = FromRecords(self.loaded).after(weight_conversions, found)
+            else:
+                converter = FromBitsAndBytes(self.loaded).converter()
+                weight_conversions = [*weight_conversions, converter]
         # Here the model knows its weights and is not sharded yet, which changes its class.
         self._has_experts = transformers_choice.decode_experts_singly(model, self.loaded.names)
         return weight_conversions
+
+    def get_new_dtype(
+        self, converter: Any, param: Any, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """Return what a stored tensor is cast to, None for those of bitsandbytes as they are."""
+        operations = getattr(converter, "operations", ())
+        if any(isinstance(operation, FromBitsAndBytes) for operation in operations):
+            return None
+        return super().get_new_dtype(converter, param, dtype)
 
     def get_quantize_ops(self) -> Quantize:
         """Return what makes 4-bit weights of dense ones."""

@@ -79,7 +79,7 @@ class FromRecords(_Operation):
         Args:
             conversions: Those of the model. One that keeps the name of a tensor is left out: our
                 files hold tensors as they are in memory.
-            stored: Names of 4-bit weights in the files.
+            stored: Names of 4-bit weights.
         """
         kept = []
         for conversion in conversions:
@@ -102,8 +102,13 @@ class FromRecords(_Operation):
         converted = {}
         for name, value in _by_full_name(input_dict, full_layer_name):
             weight, tensor = self.loaded.weights.get(name), _only(value)
+            expected = _expected(model, name)
+            if weight is None and expected.is_floating_point() > tensor.is_floating_point():
+                raise CheckpointError(
+                    f"{name} is {tensor.dtype}, and the metadata of the files does not say that it "
+                    "is a 4-bit weight: save or copy them again"
+                )
             if weight is not None:
-                expected = _expected(model, name)
                 _check_shape(name, tensor.shape, (*expected.shape[:-1], weight.spec.pitch))
                 check_record_bytes(tensor, weight.spec)
                 tensor = _frozen(NF4Tensor(_own(tensor), weight.spec, expected.dtype))
@@ -132,9 +137,9 @@ class FromBitsAndBytes(_Operation):
             UnsupportedError: The weight cannot be held exactly.
         """
         found = {name: _only(value) for name, value in input_dict.items()}
-        if not bitsandbytes.prefixes(found):
-            return found
         expected = _expected(model, full_layer_name)
+        if not bitsandbytes.prefixes(found):
+            return {name: tensor.to(expected.dtype) for name, tensor in found.items()}
         try:
             tensor, layout = bitsandbytes.from_state_dict(found, "weight")
         except UnsupportedError as error:
@@ -151,9 +156,9 @@ def _only(value: Any) -> Tensor:
     return value[0] if isinstance(value, list) else value
 
 
-def _expected(model: nn.Module, name: str) -> Tensor:
-    """Return this rank's part of a parameter, which is on meta."""
-    parameter = model.get_parameter(name)
+def _expected(model: Any, name: str) -> Tensor:
+    """Return this rank's part of a parameter or buffer, which may be on meta."""
+    parameter = model.get_parameter_or_buffer(name)
     return getattr(parameter, "_local_tensor", parameter)
 
 

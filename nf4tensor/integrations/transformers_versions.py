@@ -95,8 +95,9 @@ def names_in_model(
                 break
         if found.setdefault(target, weight) != weight:
             raise CheckpointError(
-                f"{target} would be put together from weights with {found[target]} and {weight}: "
-                "quantize them with the same options"
+                f"{target} would be put together from unlike weights, {found[target]!s:.200} and "
+                f"{weight!s:.200}: quantize them with the same options; those of bitsandbytes are "
+                "made alike by `nf4tensor convert PATH NEW --to nf4tensor`"
             )
     return found
 
