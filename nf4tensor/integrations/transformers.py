@@ -6,6 +6,7 @@ checkpoint holds, `transformers_saving.py` takes a model apart again, `transform
 has everything that depends on a release of Transformers. Called by users.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,8 @@ class NF4Quantizer(HfQuantizer):
             if isinstance(getattr(parameter, "_local_tensor", parameter), NF4Tensor):
                 parameter.requires_grad_(False)  # of a DTensor it is not what the operation said
         save_as_in_memory(model)
+        if "peft" in sys.modules:  # which takes seconds to load
+            import nf4tensor.integrations.peft  # noqa: F401
         return model
 
     # Saving, training
