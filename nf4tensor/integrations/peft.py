@@ -62,7 +62,7 @@ def merge_and_unload(
 
     Raises:
         UnsupportedError: The model is sharded: save the adapters, and merge the files with
-            `nf4tensor merge`. Or a weight has the scales of bitsandbytes, which cannot be rewritten.
+            `nf4tensor merge`. Or a weight has nested scales of bitsandbytes, which are not written.
         ValueError: `safe_merge` found NaN.
     """
     options = {"safe_merge": safe_merge, "adapter_names": adapter_names}

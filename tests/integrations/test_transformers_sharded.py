@@ -4,6 +4,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the extra `hf` is missing")
+pytest.importorskip("peft", reason="the extra `hf` is missing")
+
+import peft
 
 from nf4tensor import NF4Tensor
 from nf4tensor.checkpoint.files import Checkpoint
@@ -13,6 +16,9 @@ from tests.integrations.tiny_models import TOKENS, load, logits, save
 
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
 two_and_three = pytest.mark.parametrize("ranks", [2, 3], indirect=True, ids="{}ranks".format)
+two_or_three = pytest.mark.parametrize(
+    "ranks", [2, pytest.param(3, marks=pytest.mark.slow)], indirect=True, ids="{}ranks".format
+)
 
 
 @two_and_three
@@ -36,3 +42,30 @@ def test_load_save_generate(ranks, kind, tmp_path):
     assert torch.equal(logits(again), logits(model))
     mine, theirs = (Checkpoint(tmp_path / name).entries for name in ("again", "packed"))
     assert {n: e.weight for n, e in mine.items()} == {n: e.weight for n, e in theirs.items()}
+
+
+@two_or_three
+def test_trainer(ranks, tmp_path):
+    """The base is sharded, adapters are whole on every rank and stay alike."""
+    save(tmp_path / "dense")
+    found = ranks.run(cases.case_train, tmp_path / "dense", tmp_path / "adapters")
+    for each in found:
+        assert each["losses"] == found[0]["losses"]
+        assert each["losses"][-1] < each["losses"][0]
+        for name, weight in each["adapters"].items():
+            assert torch.equal(weight, found[0]["adapters"][name]), name
+    base = load(tmp_path / "dense", quantization_config=NF4Config())
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    assert torch.equal(logits(again), found[0]["logits"])
+
+
+@two_and_three
+def test_adapters_under_fully_shard(ranks, tmp_path):
+    save(tmp_path / "dense")
+    found = ranks.run(cases.case_adapters_of_fully_shard, tmp_path / "dense", tmp_path / "adapters")
+    base = load(tmp_path / "dense", quantization_config=NF4Config())
+    base = peft.prepare_model_for_kbit_training(base)
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    for each in found:
+        assert torch.equal(each["logits"], found[0]["logits"])
+        torch.testing.assert_close(each["logits"], logits(again), rtol=0, atol=1e-4)
