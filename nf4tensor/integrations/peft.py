@@ -22,8 +22,7 @@ try:
     from peft.utils.other import ModulesToSaveWrapper
 except ImportError as error:
     raise ImportError(
-        f"nf4tensor.integrations.peft needs PEFT 0.21 or later ({error}): "
-        "pip install 'nf4tensor[hf]'"
+        f"nf4tensor.integrations.peft needs PEFT 0.21 or later ({error}): pip install 'peft>=0.21'"
     ) from error
 
 __all__ = ["Merged", "merge_and_unload"]

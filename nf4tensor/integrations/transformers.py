@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nf4tensor.checkpoint.files import VERSION, read_names, read_weights
+from nf4tensor.checkpoint.files import VERSION, Weight, read_names, read_weights
 from nf4tensor.checkpoint.write import QUANT_METHOD
 from nf4tensor.errors import CheckpointError, DTypeError, SpecError, UnsupportedError
 from nf4tensor.format.spec import NF4Spec
@@ -148,7 +148,7 @@ class NF4Quantizer(HfQuantizer):
     def __init__(self, quantization_config: NF4Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.loaded = Loaded()
-        self._stored: dict[str, Any] = {}  # what the checkpoint says of 4-bit weights, by name
+        self._stored: dict[str, Weight | None] = {}  # by name; None for those of bitsandbytes
         self._has_experts = False
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
@@ -214,7 +214,10 @@ class NF4Quantizer(HfQuantizer):
             )
         else:
             files = [Path(file) for file in checkpoint_files]
-            self._stored = prefixes(read_names(files)) if is_from_theirs else read_weights(files)
+            if is_from_theirs:
+                self._stored = dict.fromkeys(prefixes(read_names(files)))
+            else:
+                self._stored = {**read_weights(files)}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Let 4-bit weights of the checkpoint pass through the conversions that a model has."""
@@ -222,7 +225,7 @@ class NF4Quantizer(HfQuantizer):
             found = names_in_model(self._stored, weight_conversions, model)
             self.loaded.names = set(found)
             if self.quantization_config.source == QUANT_METHOD:
-                self.loaded.weights = found
+                self.loaded.weights = {name: weight for name, weight in found.items() if weight}
                 weight_conversions = FromRecords(self.loaded).after(weight_conversions, found)
             else:
                 converter = FromBitsAndBytes(self.loaded).converter()

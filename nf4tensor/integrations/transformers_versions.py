@@ -7,11 +7,13 @@ files of the integration.
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+from nf4tensor.checkpoint.files import Weight
 from nf4tensor.errors import CheckpointError
 from nf4tensor.nn.convert import memory_footprint
 
@@ -31,7 +33,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"nf4tensor.integrations.transformers needs Transformers 5.24 or later ({error}): "
-        "pip install 'nf4tensor[hf]'"
+        "pip install 'transformers>=5.24'"
     ) from error
 
 __all__ = [
@@ -75,11 +77,11 @@ def _is_of_bitsandbytes(config: Any) -> bool:
 
 
 def names_in_model(
-    stored: Mapping[str, Any], conversions: Sequence[Any], model: Any
-) -> dict[str, Any]:
+    stored: Mapping[str, Weight | None], conversions: Sequence[Any], model: Any
+) -> dict[str, Weight | None]:
     """Return what is stored by the names that it will have in the model.
 
-    Several that become one, as the weights of experts do, must be alike.
+    Several that become one, as the weights of experts do, must be known and alike.
 
     Raises:
         CheckpointError: They are not.
@@ -87,19 +89,28 @@ def names_in_model(
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     state = model.state_dict()
-    found: dict[str, Any] = {}
+    found: dict[str, Weight | None] = {}
     for name, weight in stored.items():
         for rules in ((renamings, converters), ([], [])):  # as `convert_and_load_...` does
             target, _ = rename_source_key(name, *rules, model.base_model_prefix, state)
             if target in state or name not in state:
                 break
-        if found.setdefault(target, weight) != weight:
-            raise CheckpointError(
-                f"{target} would be put together from unlike weights, {found[target]!s:.200} and "
-                f"{weight!s:.200}: quantize them with the same options; those of bitsandbytes are "
-                "made alike by `nf4tensor convert PATH NEW --to nf4tensor`"
-            )
+        found[target] = _joined(target, found[target], weight) if target in found else weight
     return found
+
+
+def _joined(target: str, first: Weight | None, second: Weight | None) -> Weight:
+    if first is None or second is None:
+        raise CheckpointError(
+            f"{target} would be put together from weights of bitsandbytes, whose blocks have no "
+            "rows: `nf4tensor convert PATH NEW --to nf4tensor`, and load NEW"
+        )
+    if (first.spec, first.dtype) != (second.spec, second.dtype):
+        raise CheckpointError(
+            f"{target} would be put together from weights with {first.spec} and {second.spec}: "
+            "quantize them with the same options"
+        )
+    return replace(first, layout=None)  # which is each weight's own
 
 
 def save_as_in_memory(model: Any) -> None:

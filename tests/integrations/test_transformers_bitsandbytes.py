@@ -1,5 +1,6 @@
 """Folders that bitsandbytes quantized, loaded as 4-bit tensors: the same codes and scales."""
 
+import json
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ with warnings.catch_warnings():
 
 from nf4tensor import NF4Tensor
 from nf4tensor.checkpoint.files import Checkpoint
+from nf4tensor.errors import CheckpointError
 from nf4tensor.integrations import bitsandbytes
 from nf4tensor.integrations.convert import convert_files
 from nf4tensor.integrations.transformers import NF4Config
@@ -84,6 +86,37 @@ def test_a_weight_that_rows_cannot_hold(tmp_path):
     theirs.save_pretrained(tmp_path / "bitsandbytes")
     with pytest.raises(Exception, match="conversion"):
         load(tmp_path / "bitsandbytes", quantization_config=NF4Config())
+
+
+def test_experts_that_it_quantized_one_by_one(tmp_path):
+    """They have to be put together as rows, so they are converted first."""
+    from bitsandbytes.functional import quantize_4bit
+    from safetensors.torch import load_file, save_file
+
+    dense = save(tmp_path / "dense", "mixtral", intermediate_size=144)
+    tensors = load_file(dense / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        packed, state = quantize_4bit(
+            tensors.pop(name), blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
+        entries = {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+        tensors |= {name: packed, **entries}
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    config = json.loads((dense / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (dense / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match="whose blocks have no rows: `nf4tensor convert PATH NEW"
+    ):
+        load(dense, quantization_config=NF4Config())
+    convert_files(dense, tmp_path / "packed", "nf4tensor")
+    experts = load(tmp_path / "packed").model.layers[1].mlp.experts
+    name = "model.layers.1.block_sparse_moe.experts.3.{}.weight".format
+    for key, weight in (("w1", experts.gate_up_proj[3, :144]), ("w2", experts.down_proj[3])):
+        found = {n: t for n, t in tensors.items() if n.startswith(name(key))}
+        expected, _ = bitsandbytes.from_state_dict(found, name(key))
+        assert weight.spec == expected.spec
+        assert torch.equal(weight.record, expected.record)
 
 
 def test_ordinary_checkpoints_are_merged_as_before(tmp_path):

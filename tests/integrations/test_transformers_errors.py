@@ -12,6 +12,8 @@ pytest.importorskip("transformers", reason="the extra `hf` is missing")
 from safetensors.torch import load_file, save_file
 from transformers.distributed import DistributedConfig
 
+from nf4tensor import NF4Spec
+from nf4tensor.checkpoint.files import Weight
 from nf4tensor.errors import CheckpointError, DTypeError, SpecError, UnsupportedError
 from nf4tensor.integrations.transformers import NF4Config
 from nf4tensor.integrations.transformers_choice import check_distribution
@@ -160,7 +162,10 @@ def test_experts_that_are_not_alike():
 
     model = make("mixtral")
     conversions = get_model_conversion_mapping(model)
-    alike = names_in_model(dict.fromkeys(names, "spec"), conversions, model)
-    assert alike == {"model.layers.0.mlp.experts.gate_up_proj": "spec"}
-    with pytest.raises(CheckpointError, match=r"gate_up_proj would be put together from unlike"):
-        names_in_model({names[0]: "one", names[1]: "other"}, conversions, model)
+    weights = [
+        Weight(NF4Spec.for_weight(96, size, None, "nf4"), torch.bfloat16) for size in (32, 64)
+    ]
+    alike = names_in_model(dict.fromkeys(names, weights[0]), conversions, model)
+    assert alike == {"model.layers.0.mlp.experts.gate_up_proj": weights[0]}
+    with pytest.raises(CheckpointError, match=r"gate_up_proj would be put together from weights"):
+        names_in_model(dict(zip(names, weights, strict=True)), conversions, model)

@@ -69,3 +69,17 @@ def test_adapters_under_fully_shard(ranks, tmp_path):
     for each in found:
         assert torch.equal(each["logits"], found[0]["logits"])
         torch.testing.assert_close(each["logits"], logits(again), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@two_and_three
+def test_peak_memory(ranks, tmp_path):
+    """A rank needs its share and a few tensors; the whole is 520 MiB in bfloat16."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4100, "num_hidden_layers": 16}
+    save(tmp_path / "dense", **sizes)
+    largest = 2 * 1024 * 4100
+    ranks.run(cases.case_peak_memory, save(tmp_path / "small"))  # what imports take
+    found = ranks.run(cases.case_peak_memory, tmp_path / "dense")
+    for peak, share in found:
+        print(f"peak {peak >> 20} MiB, share {share >> 20} MiB, a tensor {largest >> 20} MiB")
+        assert peak < share + 4 * largest + (32 << 20)

@@ -133,7 +133,7 @@ def case_adapters_of_fully_shard(
         base = load(dense, quantization_config=NF4Config())
         model = with_adapters(prepare_model_for_kbit_training(base))
         torch.manual_seed(seed)
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             if weight.requires_grad:
                 torch.nn.init.normal_(weight, std=0.05)
         for layer in base.model.layers:
@@ -157,3 +157,14 @@ def case_adapters_of_fully_shard(
     set_model_state_dict(again, {names[n]: w for n, w in stored.items()}, options=options)
     assert torch.equal(logits(model), logits(again))
     return {"adapters": adapters(again), "logits": logits(again)}
+
+
+def case_peak_memory(rank: int, world_size: int, dense: Path) -> tuple[int, int]:
+    """Return the most anonymous memory that loading took, and what the 4-bit weights hold."""
+    from nf4tensor.integrations.transformers import NF4Config
+    from tests.checkpoint.test_load_memory import Peak
+
+    with Peak() as peak:
+        model = load_sharded(dense, world_size, quantization_config=NF4Config())
+    records = local_records(model).values()
+    return peak.bytes, sum(record.untyped_storage().nbytes() for record in records)
