@@ -102,7 +102,8 @@ class Ranks:
 
 def _serve(rank: int, world_size: int, store: str, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    size = str(world_size)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=size, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=size)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

@@ -6,10 +6,10 @@ Called by `load.py`, the command line and integrations.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,7 @@ VERSION = 1
 METADATA_KEY = "nf4tensor"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+Found = TypeVar("Found")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
 
 
@@ -102,12 +103,22 @@ class Checkpoint:
         self.aliases: dict[str, str] = {}
         self._open: dict[Path, Any] = {}
         files, placed = _files_of(self.path)
+        weights: dict[str, Weight] = {}
         for file in files:
-            for entry in self._read_header(file):
-                if entry.name in self.entries:
-                    first = self.entries[entry.name].file
-                    raise CheckpointError(f"{entry.what} is in {first} too: delete one of them")
-                self.entries[entry.name] = entry
+            self._open[file] = _opened(file)
+            described, aliases = _metadata(file, self._open[file].metadata() or {})
+            _add(weights, described, file)
+            _add(self.aliases, aliases, file)
+        for entry in self._read_headers(weights):
+            if entry.name in self.entries:
+                first = self.entries[entry.name].file
+                raise CheckpointError(f"{entry.what} is in {first} too: delete one of them")
+            self.entries[entry.name] = entry
+        if missing := set(weights) - set(self.entries):
+            raise CheckpointError(
+                f"{self.path} describes weights that it does not hold: {sorted(missing)[:5]}: give "
+                "the folder with all files of the checkpoint"
+            )
         for name, file in placed.items():
             if name not in self.entries or self.entries[name].file != file:
                 raise CheckpointError(
@@ -136,27 +147,52 @@ class Checkpoint:
         except (SafetensorError, OSError, KeyError) as error:
             raise CheckpointError(f"cannot read {entry.what}: {error}") from error
 
-    def _read_header(self, file: Path) -> Iterator[Entry]:
-        try:
-            opened = self._open[file] = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            size = file.stat().st_size if file.is_file() else "no"
-            raise CheckpointError(
-                f"cannot read {file} ({size} bytes): {error}: copy or save it again"
-            ) from error
-        weights, aliases = _metadata(file, opened.metadata() or {})
-        names = opened.offset_keys()
-        if missing := set(weights) - set(names):
-            raise CheckpointError(f"{file} describes weights that it does not hold: {missing}")
-        if repeated := set(aliases) & set(self.aliases):
-            raise CheckpointError(f"{file} repeats names that another file has: {repeated}")
-        self.aliases |= aliases
-        for name in names:
-            part = opened.get_slice(name)
-            entry = Entry(file, name, tuple(part.get_shape()), part.get_dtype(), weights.get(name))
-            if entry.weight is not None:
-                _check_weight(entry, entry.weight)
-            yield entry
+    def _read_headers(self, weights: dict[str, Weight]) -> Iterator[Entry]:
+        for file, opened in self._open.items():
+            for name in opened.offset_keys():
+                part, weight = opened.get_slice(name), weights.get(name)
+                entry = Entry(file, name, tuple(part.get_shape()), part.get_dtype(), weight)
+                if weight is not None:
+                    _check_weight(entry, weight)
+                yield entry
+
+
+def read_weights(files: Iterable[Path]) -> dict[str, Weight]:
+    """Return what the metadata of files says of their 4-bit weights, by name.
+
+    Raises:
+        CheckpointError: A file is damaged, of another version, or contradicts another.
+    """
+    weights: dict[str, Weight] = {}
+    for file in files:
+        _add(weights, _metadata(file, _opened(file).metadata() or {})[0], file)
+    return weights
+
+
+def read_names(files: Iterable[Path]) -> list[str]:
+    """Return the names of all entries of files.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    return [name for file in files for name in _opened(file).offset_keys()]
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size if file.is_file() else "no"
+        raise CheckpointError(
+            f"cannot read {file} ({size} bytes): {error}: copy or save it again"
+        ) from error
+
+
+def _add(known: dict[str, Found], found: dict[str, Found], file: Path) -> None:
+    """Add what one file says; several may say the same, of each other's tensors too."""
+    for name, value in found.items():
+        if known.setdefault(name, value) != value:
+            raise CheckpointError(f"{file} contradicts another file of its checkpoint about {name}")
 
 
 def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:

@@ -208,10 +208,9 @@ def _parts(plans: Sequence[Plan], max_file_bytes: int) -> list[list[Plan]]:
 
 def _header(part: Sequence[Plan], aliases: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    weights = {plan.name: plan.weight.to_dict() for plan in part if plan.weight is not None}
+    weights = {plan.name: plan.weight for plan in part if plan.weight is not None}
     if weights or aliases:
-        described = {"version": VERSION, "weights": weights, "aliases": dict(aliases)}
-        header["__metadata__"][METADATA_KEY] = json.dumps(described, sort_keys=True)
+        header["__metadata__"] |= metadata(weights, aliases)
     start = 0
     for plan in part:
         stop = start + plan.nbytes
@@ -223,6 +222,16 @@ def _header(part: Sequence[Plan], aliases: Mapping[str, str]) -> bytes:
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % _ALIGNMENT)
+
+
+def metadata(weights: Mapping[str, Weight], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return what a file's `__metadata__` says of 4-bit weights and of other names."""
+    described = {
+        "version": VERSION,
+        "weights": {name: weight.to_dict() for name, weight in weights.items()},
+        "aliases": dict(aliases),
+    }
+    return {METADATA_KEY: json.dumps(described, sort_keys=True)}
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Other packages' weights, files and models: one module for each package.
 
 Nothing here is imported before it is asked for (`import nf4tensor.integrations.bitsandbytes`), and
-no module needs the package it is named after to read or write that package's bytes. Called by users
-and the command line.
+no module needs the package it is named after to read or write that package's bytes; those of
+Transformers and PEFT have no bytes of their own, and need them. Called by users and the command
+line.
 """

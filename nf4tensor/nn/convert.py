@@ -109,13 +109,18 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
     return model
 
 
-def memory_footprint(model: nn.Module) -> int:
+def memory_footprint(model: nn.Module, *, buffers: bool = True) -> int:
     """Return the bytes that parameters and buffers take on this rank.
 
     4-bit weights count their records, sharded ones this rank's part, and memory that several
     tensors share counts once.
+
+    Args:
+        model: Any module, sharded or not.
+        buffers: Count buffers too.
     """
-    return sum(storage_bytes((*model.parameters(), *model.buffers())).values())
+    counted = (*model.parameters(), *(model.buffers() if buffers else ()))
+    return sum(storage_bytes(counted).values())
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nf4tensor import checkpoint
+from nf4tensor.checkpoint.files import read_weights
 from nf4tensor.errors import CheckpointError
 from nf4tensor.format.spec import NF4Spec
 from tests.fsdp.training import make_model
@@ -264,6 +265,16 @@ def test_damaged_index(good: bytes, tmp_path: Path, index):
     (tmp_path / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match=r"index|other\.safetensors"):
         checkpoint.load(make_model(**OPTIONS), tmp_path, progress=False)
+
+
+def test_files_that_contradict_each_other(good: bytes, tmp_path: Path):
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    files[0].write_bytes(good)
+    files[1].write_bytes(good)
+    assert read_weights(files) == read_weights(files[:1])
+    files[1].write_bytes(with_weight(dtype="float16")(good))
+    with pytest.raises(CheckpointError, match=f"b.safetensors contradicts .* about {WEIGHT}"):
+        read_weights(files)
 
 
 def test_what_is_no_checkpoint(tmp_path: Path):

@@ -18,6 +18,7 @@ LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)")
 # Pages whose blocks have a test of their own, which knows what must come of them.
 ELSEWHERE = {
     "files.md": "tests/checkpoint/test_reader.py",
+    "huggingface.md": "tests/integrations/test_huggingface_docs.py",
 }
 SETUP = {
     "README.md": "import torch\n",
