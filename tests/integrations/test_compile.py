@@ -88,11 +88,6 @@ def compiled(model: nn.Module, prepare, sizes: list[int], backend: str, **option
     return losses, (counter.frame_count, sum(counters["graph_break"].values()))
 
 
-each_backend = pytest.mark.parametrize(
-    "backend", [PARTITIONED, pytest.param("inductor", marks=pytest.mark.slow)]
-)
-
-
 def test_layers_share_graphs():
     expected = train(make_model("4-bit", 2), [2, 3])
     losses, counts = compiled(make_model("4-bit", 2), each_layer, [2, 3], PARTITIONED)
@@ -114,7 +109,8 @@ def test_training_on_changing_batches(prepare, backend):
     assert graphs <= dense_graphs
 
 
-@each_backend
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [PARTITIONED, "inductor"])
 def test_autocast(backend):
     expected = train(make_model("4-bit", 1), [3, 3], torch.bfloat16)
     model = make_model("4-bit", 1)
