@@ -85,18 +85,26 @@ def make_model(config: Any, recipe: Recipe) -> nn.Module:
         with warnings.catch_warnings():
             # PEFT 0.21 asks Transformers 5.24 for a property by its old name.
             warnings.simplefilter("ignore", FutureWarning)
-            return peft.get_peft_model(model, options, low_cpu_mem_usage=True).train()
+            adapted = peft.get_peft_model(model, options, low_cpu_mem_usage=True).train()
     except ValueError as error:
         raise ModelConfigError(str(error)) from error
+    experts = [n for n, m in adapted.named_modules() if type(m).__name__ == "ParamWrapper"]
+    if experts:
+        raise ModelConfigError(
+            f"PEFT would add adapters to the weights of all experts ({experts[0]} and others), and "
+            "decode them in every step: choose other layers, for example --targets q_proj o_proj"
+        )
+    return adapted
 
 
 def _linear_names(model: nn.Module) -> list[str]:
     """Name the layers that "all-linear" means; PEFT itself would add experts, which it decodes."""
     head = model.get_output_embeddings()
-    layers = (
-        (n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
-    )
-    return sorted({name.rpartition(".")[2] for name, _ in layers})
+    layers = model.named_modules()
+    names = [name for name, m in layers if isinstance(m, nn.Linear) and m is not head]
+    if not names:
+        raise ModelConfigError(f"{type(model).__name__} has no nn.Linear to put adapters on")
+    return names
 
 
 def loss_of(model: nn.Module, batch_size: int, seq_len: int) -> Tensor:
