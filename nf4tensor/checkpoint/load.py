@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from nf4tensor.checkpoint.bytes import check_record_bytes
-from nf4tensor.checkpoint.files import Checkpoint, Entry
+from nf4tensor.checkpoint.entries import Entry
+from nf4tensor.checkpoint.files import Checkpoint
 from nf4tensor.checkpoint.model import Slot, local_part, ranks_of, slots, whole_spec
 from nf4tensor.errors import CheckpointError, NF4TensorError
 from nf4tensor.format.spec import NF4Spec

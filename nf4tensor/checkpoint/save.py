@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nf4tensor.checkpoint.files import Weight
+from nf4tensor.checkpoint.entries import Weight
 from nf4tensor.checkpoint.model import ranks_of, slots, whole_spec
 from nf4tensor.checkpoint.write import Plan, WriteOptions, write_all
 from nf4tensor.errors import CheckpointError

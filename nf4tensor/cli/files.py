@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nf4tensor.checkpoint.files import Checkpoint, Entry
+from nf4tensor.checkpoint.entries import Entry
+from nf4tensor.checkpoint.files import Checkpoint
 from nf4tensor.checkpoint.transform import (
     SKIP,
     Change,
@@ -18,8 +19,6 @@ from nf4tensor.checkpoint.transform import (
     quantize_files,
     read,
     relative_error,
-    stored_bytes,
-    weights_shape,
 )
 from nf4tensor.checkpoint.write import WriteOptions
 from nf4tensor.errors import CheckpointError
@@ -197,7 +196,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _examined(checkpoint: Checkpoint, entry: Entry, source: Checkpoint | None) -> dict[str, Any]:
-    shape, size = weights_shape(entry), stored_bytes(entry)
+    shape, size = entry.weights_shape, entry.nbytes
     kind = entry.dtype
     if entry.weight is not None:
         spec = entry.weight.spec
@@ -205,7 +204,7 @@ def _examined(checkpoint: Checkpoint, entry: Entry, source: Checkpoint | None) -
     error = None
     if source is not None and entry.weight is not None:
         original = source.find(entry.name)
-        if original is None or weights_shape(original) != shape:
+        if original is None or original.weights_shape != shape:
             raise CheckpointError(f"{source.path} has no {entry.name} of shape {list(shape)}")
         dense = read(source, original)
         dense = dense if original.weight is None else dense.dequantize()
