@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nf4tensor.checkpoint.files import Checkpoint, Entry, read_json
+from nf4tensor.checkpoint.entries import Entry
+from nf4tensor.checkpoint.files import Checkpoint, read_json
 from nf4tensor.errors import CheckpointError
 
 CONFIG_NAME = "adapter_config.json"

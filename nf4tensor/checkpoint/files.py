@@ -6,98 +6,46 @@ Called by `load.py`, the command line and integrations.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nf4tensor.errors import CheckpointError, SpecError
-from nf4tensor.format.spec import NF4Spec
-from nf4tensor.kernels.schema import WEIGHT_DTYPES
+from nf4tensor.checkpoint.entries import Entry, Parts, Weight
+from nf4tensor.errors import CheckpointError, NF4TensorError, SpecError
 
 VERSION = 1
 METADATA_KEY = "nf4tensor"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 Found = TypeVar("Found")
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
-
-
-@dataclass(frozen=True)
-class Weight:
-    """What the metadata says of a 4-bit weight.
-
-    Args:
-        spec: Geometry of its rows.
-        dtype: Logical dtype.
-        layout: What another package's file had beside the weight, as its integration wrote it.
-    """
-
-    spec: NF4Spec
-    dtype: torch.dtype
-    layout: dict[str, Any] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as the metadata has it."""
-        found = {**asdict(self.spec), "dtype": str(self.dtype).removeprefix("torch.")}
-        return found if self.layout is None else {**found, "layout": self.layout}
-
-    @classmethod
-    def from_dict(cls, given: Any) -> "Weight":
-        """Undo `to_dict`.
-
-        Raises:
-            SpecError: Keys, types or values are not those of this version.
-        """
-        if not isinstance(given, dict):
-            raise SpecError(f"expected a dictionary, got {given!r:.100}")
-        given = dict(given)
-        dtype, layout = given.pop("dtype", None), given.pop("layout", None)
-        kinds = {field.name: field.type for field in fields(NF4Spec)}
-        if set(given) != set(kinds):
-            raise SpecError(f"expected the keys {sorted(kinds)}, got {sorted(map(str, given))}")
-        for name, value in given.items():
-            if type(value) is not kinds[name]:
-                raise SpecError(f"{name} is {value!r:.100}, expected {kinds[name].__name__}")
-        if dtype not in _DTYPES:
-            raise SpecError(f"dtype is {dtype!r:.100}, expected one of {', '.join(_DTYPES)}")
-        if layout is not None and not isinstance(layout, dict):
-            raise SpecError(f"layout is {layout!r:.100}, expected a dictionary")
-        return cls(NF4Spec(**given), _DTYPES[dtype], layout)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file: `[*lead, pitch]` uint8 if `weight` says that it is 4-bit."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # safetensors' name of it
-    weight: Weight | None = None
-
-    @property
-    def what(self) -> str:
-        """Name it for an error."""
-        return f"{self.name} in {self.file}"
+# Find other packages' weights among the entries; integrations add theirs. The second argument is
+# whether to decode what no record holds exactly, rather than to refuse it.
+ASSEMBLERS: list[Callable[["Checkpoint", bool], Iterator[Entry]]] = []
 
 
 class Checkpoint:
     """The entries of a checkpoint by name, and the other names of what is stored once.
 
+    Weights of other packages are entries as 4-bit ones of this one are, by the name that they have
+    in the model.
+
     Args:
         path: A safetensors file or a folder.
+        as_stored: Leave the entries of other packages' weights as they are.
+        requantize: Let such a weight that no record holds exactly be a dense entry.
 
     Raises:
         CheckpointError: There is none, or what is there is damaged, of another version, or
             contradicts itself; the message has file, tensor and numbers.
+        NF4TensorError: A case of another package's weight, such as one that no record holds.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(
+        self, path: str | Path, *, as_stored: bool = False, requantize: bool = False
+    ) -> None:
         self.path = Path(path)
         self.entries: dict[str, Entry] = {}
         self.aliases: dict[str, str] = {}
@@ -131,6 +79,18 @@ class Checkpoint:
                     f"{'it is stored itself' if name in self.entries else 'which is not stored'}"
                 )
 
+        if not as_stored:
+            for assemble in ASSEMBLERS:
+                self._replace_parts({entry.name: entry for entry in assemble(self, requantize)})
+
+    def _replace_parts(self, made: dict[str, Entry]) -> None:
+        parts = {p.name for entry in made.values() if entry.parts for p in entry.parts.entries}
+        self.entries = {
+            name: made.get(name, entry)
+            for name, entry in self.entries.items()
+            if name in made or name not in parts
+        }
+
     def find(self, name: str) -> Entry | None:
         """Return the entry of a name or of what it is another name of."""
         return self.entries.get(self.aliases.get(name, name))
@@ -138,9 +98,15 @@ class Checkpoint:
     def rows(self, entry: Entry, key: tuple[slice | int, ...]) -> Tensor:
         """Read a part of an entry, `[...]` in its own dtype, on the CPU.
 
+        Args:
+            entry: One of this checkpoint.
+            key: Of leading dimensions, or of all; with parts, of rows that follow each other.
+
         Raises:
             CheckpointError: It cannot be read.
         """
+        if entry.parts is not None:
+            return _rows_of_parts(self, entry, entry.parts, key)
         try:
             part = self._open[entry.file].get_slice(entry.name)
             return part[key] if entry.shape else self._open[entry.file].get_tensor(entry.name)
@@ -274,3 +240,21 @@ def _check_weight(entry: Entry, weight: Weight) -> None:
             f"{entry.what} is {entry.dtype} of shape {list(entry.shape)}, expected U8 "
             f"[*, {weight.spec.pitch}] for {weight.spec}"
         )
+
+
+def _rows_of_parts(
+    checkpoint: Checkpoint, entry: Entry, parts: Parts, key: tuple[slice | int, ...]
+) -> Tensor:
+    lead = entry.shape[:-1]
+    ranges = [range(size)[part] for size, part in zip(lead, key, strict=False)]
+    ranges += [range(size) for size in lead[len(ranges) :]]
+    first, stride, count, is_whole = 0, 1, 1, True
+    for size, found in zip(reversed(lead), reversed(ranges), strict=True):
+        assert is_whole or len(found) == 1, (entry, key)
+        is_whole = is_whole and len(found) == size
+        first, stride, count = first + found.start * stride, stride * size, count * len(found)
+    try:
+        rows = parts.rows(checkpoint, first, first + count)
+    except NF4TensorError as error:
+        raise type(error)(f"{entry.what}: {error}") from error
+    return rows.view(*map(len, ranges), entry.shape[-1])

@@ -1,21 +1,29 @@
 """What of a model is saved and loaded, and which part of each tensor a rank has.
 
-Called by `save.py` and `load.py`.
+Called by `save.py`, `load.py` and `prepare.py`, and by integrations for the layouts.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from nf4tensor.errors import CheckpointError
 from nf4tensor.format.spec import NF4Spec
+from nf4tensor.ranks import alike
 from nf4tensor.tensor import NF4Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+Made = TypeVar("Made")
+Places = dict[int, list[tuple[nn.Module, str]]]
+# A module's attribute: by parameter, the spec it was loaded with and what another package's file
+# had beside it. Not the parameter's own, of which casts and moves make new ones.
+_LAYOUTS = "_nf4tensor_layouts"
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,36 @@ def slots(model: nn.Module) -> list[Slot]:
     return [Slot(tuple(names), tensor) for names, tensor in found.values()]
 
 
+def places(model: nn.Module) -> Places:
+    """Return the modules that have each parameter and buffer, and under which name, by its id."""
+    found: Places = {}
+    for module in model.modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append((module, key))
+    return found
+
+
+def keep_layout(where: Places, tensor: Tensor, layout: dict[str, Any] | None) -> None:
+    """Remember what another package's file had beside a weight, or forget it."""
+    for module, key in where.get(id(tensor), ()):
+        kept = module.__dict__.setdefault(_LAYOUTS, {})
+        kept.pop(key, None)
+        if layout is not None:
+            kept[key] = (whole_spec(tensor), layout)
+
+
+def kept_layout(where: Places, tensor: Tensor) -> dict[str, Any] | None:
+    """Return what `keep_layout` was given, if the weight is still of the spec it had then."""
+    if not isinstance(getattr(tensor, "_local_tensor", tensor), NF4Tensor):
+        return None
+    for module, key in where.get(id(tensor), ()):
+        spec, layout = module.__dict__.get(_LAYOUTS, {}).get(key, (None, None))
+        if spec == whole_spec(tensor):
+            return layout
+    return None
+
+
 def ranks_of(model: nn.Module, mesh: "DeviceMesh | None") -> "DeviceMesh | None":
     """Return the ranks that save or load together: those given, or all; None for one process."""
     if mesh is not None or not (dist.is_available() and dist.is_initialized()):
@@ -57,6 +95,11 @@ def ranks_of(model: nn.Module, mesh: "DeviceMesh | None") -> "DeviceMesh | None"
     first = next(iter(model.parameters()), None)
     device = "cpu" if first is None or first.is_meta else first.device.type
     return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def on_all(mesh: "DeviceMesh | None", make: Callable[[], tuple[Made, list[str]]]) -> Made:
+    """Make something here, or on every rank or none (`ranks.alike`)."""
+    return make()[0] if mesh is None else alike(mesh, make, CheckpointError)
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -7,16 +7,24 @@ same whoever saves. Called by users and integrations.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from nf4tensor.checkpoint.files import Weight
-from nf4tensor.checkpoint.model import ranks_of, slots, whole_spec
+from nf4tensor.checkpoint.entries import Weight
+from nf4tensor.checkpoint.model import (
+    Places,
+    kept_layout,
+    local_part,
+    on_all,
+    places,
+    ranks_of,
+    slots,
+    whole_spec,
+)
 from nf4tensor.checkpoint.write import Plan, WriteOptions, write_all
 from nf4tensor.errors import CheckpointError
-from nf4tensor.ranks import alike
 from nf4tensor.tensor import NF4Tensor
 
 if TYPE_CHECKING:
@@ -47,25 +55,36 @@ def save(
         CheckpointError: The folder exists, or cannot be written. The same on every rank.
         DTypeError: A tensor's dtype has no name in safetensors files.
     """
-    found = slots(model)
-    aliases = {alias: slot.name for slot in found for alias in slot.names[1:]}
-    for slot in found:
-        if slot.tensor.is_meta:
-            raise CheckpointError(f"{slot.name} is on meta: load the model before it is saved")
-    own = getattr(model, "config", None)
-    config = own.to_diff_dict() if hasattr(own, "to_diff_dict") else {}
-    config.pop("quantization_config", None)
+    mesh = ranks_of(model, mesh)
+    jobs, aliases, config = on_all(mesh, partial(_examine, model))
     options = WriteOptions(max_file_bytes, overwrite, progress)
 
     def write(gather: Callable[[Tensor], Tensor]) -> None:
-        jobs = [(_plan(s.name, s.tensor), partial(_stored, s.tensor, gather)) for s in found]
-        write_all(Path(path), jobs, aliases, config, options)
+        made = [(plan, partial(_stored, tensor, gather)) for plan, tensor in jobs]
+        write_all(Path(path), made, aliases, config, options)
 
-    mesh = ranks_of(model, mesh)
     if mesh is None:
         write(lambda tensor: tensor)
     else:
-        _save_together(mesh, [slot.tensor for slot in found], write)
+        _save_together(mesh, [tensor for _, tensor in jobs], write)
+
+
+def _examine(
+    model: nn.Module,
+) -> tuple[tuple[list[tuple[Plan, Tensor]], dict[str, str], dict[str, Any]], list[str]]:
+    """Return what is written of each tensor, other names, and the model's own configuration."""
+    found, where = slots(model), places(model)
+    jobs = []
+    for slot in found:
+        if slot.tensor.is_meta:
+            raise CheckpointError(f"{slot.name} is on meta: load the model before it is saved")
+        local_part(slot.tensor)  # or it is no state
+        jobs.append((_plan(slot.name, slot.tensor, where), slot.tensor))
+    aliases = {alias: slot.name for slot in found for alias in slot.names[1:]}
+    own = getattr(model, "config", None)
+    config = own.to_diff_dict() if hasattr(own, "to_diff_dict") else {}
+    config.pop("quantization_config", None)
+    return (jobs, aliases, config), [str(plan) for plan, _ in jobs]
 
 
 def _save_together(
@@ -88,7 +107,7 @@ def _save_together(
                 _whole(tensor)
         return True, []
 
-    alike(mesh, run, CheckpointError)
+    on_all(mesh, run)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -96,13 +115,13 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor if gather is None else gather()
 
 
-def _plan(name: str, tensor: Tensor) -> Plan:
+def _plan(name: str, tensor: Tensor, where: Places) -> Plan:
     local = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(local, NF4Tensor):
         return Plan(name, tuple(tensor.shape), tensor.dtype)
     spec = whole_spec(tensor)
     shape = (*tensor.shape[:-1], spec.pitch)
-    return Plan(name, shape, torch.uint8, Weight(spec, tensor.dtype))
+    return Plan(name, shape, torch.uint8, Weight(spec, tensor.dtype, kept_layout(where, tensor)))
 
 
 def _stored(tensor: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:

@@ -3,7 +3,6 @@
 A tensor at a time is in memory. Called by the command line.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from nf4tensor.checkpoint.adapters import Adapter
-from nf4tensor.checkpoint.files import Checkpoint, Entry, Weight, read_json
+from nf4tensor.checkpoint.entries import Entry, Weight
+from nf4tensor.checkpoint.files import Checkpoint, read_json
 from nf4tensor.checkpoint.write import (
     CONFIG_NAME,
-    DTYPES,
     Job,
     Plan,
     WriteOptions,
@@ -28,7 +27,6 @@ from nf4tensor.format.spec import NF4Spec
 from nf4tensor.tensor import NF4Tensor, to_nf4
 
 SKIP = ("lm_head", "embed", "wte", "wpe", "norm", "router")
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _FLOATS = ("F32", "BF16", "F16")
 
 
@@ -140,18 +138,6 @@ def merge_files(
     return changes
 
 
-def weights_shape(entry: Entry) -> tuple[int, ...]:
-    """Return the shape of what an entry decodes to."""
-    if entry.weight is None:
-        return entry.shape
-    return (*entry.shape[:-1], entry.weight.spec.in_features)
-
-
-def stored_bytes(entry: Entry) -> int:
-    """Return the bytes that an entry takes in its file."""
-    return math.prod(entry.shape) * _torch_dtype(entry).itemsize
-
-
 def read(checkpoint: Checkpoint, entry: Entry) -> Tensor:
     """Read a whole tensor, 4-bit or dense."""
     stored = checkpoint.rows(entry, (slice(None),))
@@ -167,12 +153,6 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).norm() / norm) if norm else 0.0
 
 
-def _torch_dtype(entry: Entry) -> torch.dtype:
-    if entry.dtype not in _TORCH_DTYPES:
-        raise CheckpointError(f"{entry.what} is {entry.dtype}, which is not known here")
-    return _TORCH_DTYPES[entry.dtype]
-
-
 def _is_chosen(entry: Entry, skip: Sequence[str]) -> bool:
     if entry.dtype not in _FLOATS or any(part in entry.name for part in skip):
         return False
@@ -183,12 +163,12 @@ def _is_chosen(entry: Entry, skip: Sequence[str]) -> bool:
 
 def _change(checkpoint: Checkpoint, entry: Entry, spec: NF4Spec | None) -> tuple[Change, Job]:
     """Copy a tensor, or quantize it with a spec where that makes it smaller."""
-    before = stored_bytes(entry)
+    before = entry.nbytes
     if spec is None or spec.pitch >= 2 * spec.in_features:
-        plan = Plan(entry.name, entry.shape, _torch_dtype(entry), entry.weight)
-        change = Change(entry.name, weights_shape(entry), "copied", before, plan.nbytes)
+        plan = Plan(entry.name, entry.shape, entry.torch_dtype, entry.weight)
+        change = Change(entry.name, entry.weights_shape, "copied", before, plan.nbytes)
         return change, (plan, partial(checkpoint.rows, entry, (slice(None),)))
-    weight = Weight(spec, _torch_dtype(entry))
+    weight = Weight(spec, entry.torch_dtype)
     plan = Plan(entry.name, (*entry.shape[:-1], spec.pitch), torch.uint8, weight)
     change = Change(entry.name, entry.shape, "quantized", before, plan.nbytes)
     return change, (plan, partial(_quantized, partial(read, checkpoint, entry), spec, change))
@@ -200,7 +180,7 @@ def _merge(
     changed = adapter.changes(entry.name)
     if not changed and (in_4_bits or entry.weight is None):
         return _change(checkpoint, entry, None)
-    before, shape = stored_bytes(entry), weights_shape(entry)
+    before, shape = entry.nbytes, entry.weights_shape
 
     def make() -> Tensor:
         found = read(checkpoint, entry)
@@ -213,7 +193,7 @@ def _merge(
         )
         change = Change(entry.name, shape, "merged in 4 bits", before, plan.nbytes)
         return change, (plan, partial(_quantized, make, entry.weight.spec, change))
-    dtype = torch.bfloat16 if entry.weight is not None else _torch_dtype(entry)
+    dtype = torch.bfloat16 if entry.weight is not None else entry.torch_dtype
     plan = Plan(entry.name, shape, dtype)
     what = "merged" if changed else "decoded"
     return Change(entry.name, shape, what, before, plan.nbytes), (plan, lambda: make().to(dtype))

@@ -19,23 +19,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from nf4tensor.checkpoint.files import INDEX_NAME, METADATA_KEY, VERSION, WEIGHTS_NAME, Weight
+from nf4tensor.checkpoint.entries import DTYPES, Weight
+from nf4tensor.checkpoint.files import INDEX_NAME, METADATA_KEY, VERSION, WEIGHTS_NAME
 from nf4tensor.errors import CheckpointError, DTypeError
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _ALIGNMENT = 8
 CONFIG_NAME = "config.json"
 QUANT_METHOD = "nf4tensor"

@@ -1,16 +1,17 @@
 """`nf4tensor quantize`, `inspect`, `merge` and `convert`: checkpoints in, checkpoints out.
 
-A path that is no file here is taken for the id of a repository on the Hugging Face hub.
+What is read may be on the Hugging Face hub (`checkpoint/locate.py`).
 """
 
 import argparse
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from nf4tensor.checkpoint.files import Checkpoint, Entry
+from nf4tensor.checkpoint.entries import Entry
+from nf4tensor.checkpoint.files import Checkpoint
+from nf4tensor.checkpoint.locate import located
 from nf4tensor.checkpoint.transform import (
     SKIP,
     Change,
@@ -18,8 +19,6 @@ from nf4tensor.checkpoint.transform import (
     quantize_files,
     read,
     relative_error,
-    stored_bytes,
-    weights_shape,
 )
 from nf4tensor.checkpoint.write import WriteOptions
 from nf4tensor.errors import CheckpointError
@@ -197,7 +196,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _examined(checkpoint: Checkpoint, entry: Entry, source: Checkpoint | None) -> dict[str, Any]:
-    shape, size = weights_shape(entry), stored_bytes(entry)
+    shape, size = entry.weights_shape, entry.nbytes
     kind = entry.dtype
     if entry.weight is not None:
         spec = entry.weight.spec
@@ -205,7 +204,7 @@ def _examined(checkpoint: Checkpoint, entry: Entry, source: Checkpoint | None) -
     error = None
     if source is not None and entry.weight is not None:
         original = source.find(entry.name)
-        if original is None or weights_shape(original) != shape:
+        if original is None or original.weights_shape != shape:
             raise CheckpointError(f"{source.path} has no {entry.name} of shape {list(shape)}")
         dense = read(source, original)
         dense = dense if original.weight is None else dense.dequantize()
@@ -219,30 +218,6 @@ def _examined(checkpoint: Checkpoint, entry: Entry, source: Checkpoint | None) -
         "bits": bits,
         "error": error,
     }
-
-
-def located(path: str) -> Path:
-    """Return a path as it is if it exists, else where the hub's repository of this id was put.
-
-    Raises:
-        CheckpointError: There is neither, or the hub's package is missing.
-    """
-    if Path(path).exists() or path.count("/") > 1 or path.startswith((".", "/")):
-        return Path(path)
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise CheckpointError(
-            f"{path} is no file or folder here; to take it from the Hugging Face hub, "
-            "pip install huggingface_hub"
-        ) from None
-    try:
-        patterns = ["*.safetensors", "*.json"]
-        return Path(snapshot_download(path, allow_patterns=patterns))
-    except Exception as error:  # the hub's, and those of what it is built on
-        raise CheckpointError(
-            f"{path} is no file or folder here, and the hub did not give it: {error}"
-        ) from error
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -8,7 +8,6 @@ Called by users and the command line.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -94,12 +93,12 @@ def from_state_dict(
 
 def _requantize(stored: entries.Stored) -> tuple[NF4Tensor, BitsAndBytesLayout]:
     dtype, layout = stored.description.dtype, stored.layout
-    plain = replace(stored.flat, scales=stored.flat.decoded_scales(stored.scale_map), nested=None)
+    plain = entries.with_plain_scales(stored)
     try:
         entries.check_levels(stored)
         tensor = flat_blocks.to_rows(plain, dtype)
     except UnsupportedError:
-        weight = flat_blocks.decode(plain, stored.levels, dtype)
+        weight = flat_blocks.decode(plain, stored.levels.to(plain.packed.device), dtype)
         scale_block_size = None if stored.flat.nested is None else flat_blocks.GROUP_BLOCKS
         tensor = to_nf4(weight, plain.block_size, scale_block_size, quant_type=plain.quant_type)
     text = _describe(plain, tensor).to_json()

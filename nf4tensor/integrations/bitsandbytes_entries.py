@@ -5,6 +5,7 @@ an error before a byte is moved. Called by `bitsandbytes.py`, which has the publ
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -33,9 +34,9 @@ class Stored(NamedTuple):
     """What the checked entries of one weight say.
 
     Attributes:
-        flat: Its codes and scales.
-        levels: float32 `[16]`.
-        scale_map: float32 `[256]`; None for plain scales.
+        flat: Its codes and scales, on one device.
+        levels: float32 `[16]`, where it was.
+        scale_map: float32 `[256]`, where it was; None for plain scales.
         description: Its JSON.
         layout: How it is stored.
     """
@@ -62,8 +63,13 @@ def find(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def read(state_dict: Mapping[str, Tensor], prefix: str) -> Stored:
+def read(state_dict: Mapping[str, Tensor], prefix: str, *, sizes_only: bool = False) -> Stored:
     """Check the entries of a weight against each other.
+
+    Args:
+        state_dict: Entries of other weights stay unread.
+        prefix: Name of the weight.
+        sizes_only: Codes and scales may be on meta, and stay there.
 
     Raises:
         CheckpointError: Some are missing, unknown, or contradict each other.
@@ -90,11 +96,18 @@ def read(state_dict: Mapping[str, Tensor], prefix: str) -> Stored:
             f"its JSON says {'nested' if is_nested else 'plain'} scales: entries missing are "
             f"{sorted(expected - ends)}, unknown {sorted(ends - expected)!r:.300}"
         )
-    return _check({end: state_dict[prefix + end] for end in expected}, description, text)
+    found = {end: state_dict[prefix + end] for end in expected}
+    for end, entry in found.items():
+        is_size = sizes_only and end in (PACKED, ABSMAX, GROUP_ABSMAX)
+        if not is_size and getattr(entry, "is_meta", False):
+            raise DTypeError(f"{end or 'the packed weight'} is on meta, expected its values")
+    return _check(found, description, text)
 
 
 def _read_text(entry: Tensor) -> str:
     _check_dense(entry, "its JSON")
+    if entry.is_meta:
+        raise DTypeError("its JSON is on meta, expected its values")
     if entry.dtype != torch.uint8 or entry.dim() != 1 or entry.numel() > MAX_JSON_BYTES:
         raise CheckpointError(
             f"its JSON is {entry.dtype} of shape {tuple(entry.shape)}, expected uint8 of one "
@@ -121,18 +134,19 @@ def _check(entries: dict[str, Tensor], description: Description, text: str) -> S
                 f"{end} has the shape {tuple(tensor.shape)}, expected {(size,)} for the shape "
                 f"{description.shape} in blocks of {description.block_size}"
             )
-        return tensor.detach().to(packed.device)
+        return tensor.detach()
 
     nested, scale_map, scale_dtype = None, None, torch.float32
     if description.offset is not None:
-        nested = Nested(entry(GROUP_ABSMAX, num_groups), description.offset)
+        absmax = entry(GROUP_ABSMAX, num_groups).to(packed.device)
+        nested = Nested(absmax, description.offset)
         scale_map, scale_dtype = entry(SCALE_MAP, 256), torch.uint8
     flat = FlatWeight(
         description.shape,
         description.block_size,
         description.quant_type,
         packed,
-        entry(ABSMAX, num_blocks, scale_dtype),
+        entry(ABSMAX, num_blocks, scale_dtype).to(packed.device),
         nested,
     )
     packed_shape = "column" if entries[PACKED].shape[1] == 1 else "row"
@@ -164,9 +178,8 @@ def _check_packed(packed: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, str]:
 
 
 def _check_dense(entry: Any, what: str) -> None:
-    if not isinstance(entry, Tensor) or isinstance(entry, NF4Tensor) or entry.is_meta:
-        kind = "on meta" if getattr(entry, "is_meta", False) else type(entry).__name__
-        raise DTypeError(f"{what} is {kind}, expected a dense tensor with its values")
+    if not isinstance(entry, Tensor) or isinstance(entry, NF4Tensor):
+        raise DTypeError(f"{what} is {type(entry).__name__}, expected a dense tensor")
 
 
 def check_levels(stored: Stored) -> None:
@@ -195,6 +208,13 @@ def check_scale_map(stored: Stored) -> None:
     if stored.scale_map is not None:
         way_out = "decodes the scales by this one and keeps them as float32"
         _check_table(SCALE_MAP, stored.scale_map, DYNAMIC_MAP, way_out)
+
+
+def with_plain_scales(stored: Stored) -> FlatWeight:
+    """Return the weight with its scales decoded by the map that came with it."""
+    flat, scale_map = stored.flat, stored.scale_map
+    scale_map = scale_map if scale_map is None else scale_map.to(flat.packed.device)
+    return replace(flat, scales=flat.decoded_scales(scale_map), nested=None)
 
 
 def _check_table(end: str, given: Tensor, values: tuple[float, ...], way_out: str) -> None:

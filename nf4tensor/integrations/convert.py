@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nf4tensor.checkpoint.files import Checkpoint, Entry, Weight, read_json
-from nf4tensor.checkpoint.transform import Change, read, stored_bytes, weights_shape
+from nf4tensor.checkpoint.entries import Entry, Weight
+from nf4tensor.checkpoint.files import Checkpoint, read_json
+from nf4tensor.checkpoint.transform import Change, read
 from nf4tensor.checkpoint.write import CONFIG_NAME, Job, Plan, WriteOptions, write_all
 from nf4tensor.errors import CheckpointError
 from nf4tensor.integrations import bitsandbytes
@@ -52,7 +53,7 @@ def convert_files(
     """
     if to not in TARGETS:
         raise CheckpointError(f"cannot convert to {to!r}, expected one of {', '.join(TARGETS)}")
-    checkpoint = Checkpoint(source)
+    checkpoint = Checkpoint(source, as_stored=True)
     groups = list(_groups(checkpoint, to, requantize))
     if all(what == "copied" for _, what, _ in groups):
         other = TARGETS[1 - TARGETS.index(to)]
@@ -121,8 +122,8 @@ def _planned(
         last, take = jobs[-1]
         jobs[-1] = (last, partial(_taken_last, take, once))
     (first, *_) = entries
-    shape = weights_shape(first)
-    before = sum(map(stored_bytes, entries))
+    shape = first.weights_shape
+    before = sum(entry.nbytes for entry in entries)
     return Change(first.name, shape, what, before, sum(plan.nbytes for plan in plans)), jobs
 
 

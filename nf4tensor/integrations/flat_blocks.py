@@ -76,6 +76,29 @@ def block_size_in_rows(shape: Sequence[int], block_size: int) -> int:
     return gcd(shape[-1], block_size)
 
 
+def spec_in_rows(
+    shape: Sequence[int], block_size: int, quant_type: str, is_nested: bool
+) -> NF4Spec:
+    """Return the geometry of the rows of a flat weight.
+
+    Raises:
+        UnsupportedError: Its blocks cross rows in pieces of less than 16 weights.
+    """
+    in_features, piece = shape[-1], block_size_in_rows(shape, block_size)
+    if piece < MIN_BLOCK_SIZE:
+        raise UnsupportedError(
+            f"in_features is {in_features}: blocks of {block_size} cross rows in pieces of "
+            f"{piece} weights, where a record has blocks of {MIN_BLOCK_SIZE} or more: "
+            "requantize=True decodes such a weight and quantizes it again"
+        )
+    if not is_nested:
+        return NF4Spec(in_features, piece, "float32", 0, 0, quant_type)
+    num_blocks = ceil_div(in_features, piece)
+    length = GROUP_BLOCKS * block_size // piece
+    num_segments = ceil_div(length - gcd(num_blocks, length) + num_blocks, length)
+    return NF4Spec(in_features, piece, "dynamic8", length, num_segments, quant_type)
+
+
 def to_rows(flat: FlatWeight, dtype: torch.dtype) -> NF4Tensor:
     """Make the tensor of a flat weight: the same codes, and scales that decode to the same bits.
 
@@ -84,36 +107,48 @@ def to_rows(flat: FlatWeight, dtype: torch.dtype) -> NF4Tensor:
         dtype: The logical dtype.
 
     Raises:
-        UnsupportedError: Its blocks cross rows in pieces of less than 16 weights.
+        UnsupportedError: A case of `spec_in_rows`.
     """
-    *lead, in_features = flat.shape
-    block_size = block_size_in_rows(flat.shape, flat.block_size)
-    if block_size < MIN_BLOCK_SIZE:
-        raise UnsupportedError(
-            f"in_features is {in_features}: blocks of {flat.block_size} cross rows in pieces of "
-            f"{block_size} weights, where a record has blocks of {MIN_BLOCK_SIZE} or more: "
-            "requantize=True decodes such a weight and quantizes it again"
-        )
-    num_rows, repeats = prod(lead), flat.block_size // block_size
-    num_blocks = ceil_div(in_features, block_size)
-    packed = flat.packed.view(num_rows, -1)
-    scales = flat.scales.repeat_interleave(repeats)[: num_rows * num_blocks].view(num_rows, -1)
+    spec = spec_in_rows(flat.shape, flat.block_size, flat.quant_type, flat.nested is not None)
+    record = pack_rows(flat, spec)
+    return NF4Tensor(record.view(*flat.shape[:-1], spec.pitch), spec, dtype)
+
+
+def blocks_of_rows(spec: NF4Spec, block_size: int, first: int, last: int) -> slice:
+    """Return which flat blocks hold weights of the rows from first to before last."""
+    repeats = block_size // spec.block_size
+    return slice(first * spec.num_blocks // repeats, ceil_div(last * spec.num_blocks, repeats))
+
+
+def pack_rows(flat: FlatWeight, spec: NF4Spec, first_row: int = 0) -> Tensor:
+    """Make the records of consecutive rows of a flat weight.
+
+    Args:
+        flat: With the codes of these rows only, the scales of the blocks that `blocks_of_rows`
+            gives, and the second level of the whole weight.
+        spec: That of `spec_in_rows` for the whole weight.
+        first_row: The first of them.
+
+    Returns:
+        uint8 `[rows, pitch]`.
+    """
+    packed = flat.packed.view(-1, spec.codes_bytes)
+    num_rows, start = len(packed), first_row * spec.num_blocks
+    repeats = flat.block_size // spec.block_size
+    scales = flat.scales.repeat_interleave(repeats)[start % repeats :]
+    scales = scales[: num_rows * spec.num_blocks].view(num_rows, -1)
     if flat.nested is None:
-        spec = NF4Spec(in_features, block_size, "float32", 0, 0, flat.quant_type)
-        parts = ops.Parts(packed, scales)
-    else:
-        length = GROUP_BLOCKS * repeats
-        num_segments = ceil_div(length - gcd(num_blocks, length) + num_blocks, length)
-        spec = NF4Spec(in_features, block_size, "dynamic8", length, num_segments, flat.quant_type)
-        phase, pairs = _segments(flat.nested, spec, num_rows)
-        parts = ops.Parts(packed, scales, phase, pairs)
-    return NF4Tensor(ops.assemble(parts, spec).view(*lead, spec.pitch), spec, dtype)
+        return ops.assemble(ops.Parts(packed, scales), spec)
+    phase, pairs = _segments(flat.nested, spec, start, num_rows)
+    return ops.assemble(ops.Parts(packed, scales, phase, pairs), spec)
 
 
-def _segments(nested: Nested, spec: NF4Spec, num_rows: int) -> tuple[Tensor, Tensor]:
+def _segments(
+    nested: Nested, spec: NF4Spec, first_block: int, num_rows: int
+) -> tuple[Tensor, Tensor]:
     """Return the phase of each row and the pairs of the groups that it has blocks of."""
     device = nested.absmax.device
-    start = torch.arange(num_rows, device=device) * spec.num_blocks
+    start = first_block + torch.arange(num_rows, device=device) * spec.num_blocks
     first = start // spec.segment_length
     last = (start + spec.num_blocks - 1) // spec.segment_length
     group = first.unsqueeze(-1) + torch.arange(spec.num_segments, device=device)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nf4tensor.checkpoint.files import VERSION, Weight, read_names, read_weights
+from nf4tensor.checkpoint.entries import Weight
+from nf4tensor.checkpoint.files import VERSION, read_names, read_weights
 from nf4tensor.checkpoint.write import QUANT_METHOD
 from nf4tensor.errors import CheckpointError, DTypeError, SpecError, UnsupportedError
 from nf4tensor.format.spec import NF4Spec

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nf4tensor.checkpoint.bytes import check_record_bytes
-from nf4tensor.checkpoint.files import Weight
+from nf4tensor.checkpoint.entries import Weight
 from nf4tensor.errors import CheckpointError, UnsupportedError
 from nf4tensor.integrations import bitsandbytes
 from nf4tensor.integrations import bitsandbytes_entries as entries

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from nf4tensor.checkpoint.files import Weight
+from nf4tensor.checkpoint.entries import Weight
 from nf4tensor.checkpoint.model import slots, whole_spec
 from nf4tensor.checkpoint.write import metadata
 from nf4tensor.tensor import NF4Tensor

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nf4tensor.checkpoint.files import Weight
+from nf4tensor.checkpoint.entries import Weight
 from nf4tensor.errors import CheckpointError
 from nf4tensor.nn.convert import memory_footprint
 
