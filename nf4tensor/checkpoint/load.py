@@ -188,7 +188,8 @@ def _read(
     checkpoint: Checkpoint, entry: Entry, key: tuple[slice, ...], spec: NF4Spec | None
 ) -> Tensor:
     """Read whole rows, quantized with a spec if one is given and they are not so yet."""
-    rows = checkpoint.rows(entry, key if entry.weight is None or len(key) > 1 else (slice(None),))
+    is_one_row = entry.weight is not None and len(entry.shape) == 1
+    rows = checkpoint.rows(entry, (slice(None),) if is_one_row else key)
     if entry.weight is not None:
         check_record_bytes(rows, entry.weight.spec)
         packed = NF4Tensor(rows, entry.weight.spec, entry.weight.dtype)
