@@ -102,6 +102,19 @@ def is_broadcasting_state() -> bool:
     return _is_called_by("_broadcast_tensors", "torch.distributed._state_dict_utils")
 
 
+def is_dropped_by_accelerate() -> bool:
+    """Tell whether Accelerate is the caller, and goes on to send whole weights as dense ones.
+
+    With `cpu_ram_efficient_loading`, `fsdp2_prepare_model` moves every rank's model to meta first
+    and then sends what the first rank had (Accelerate 1.15). Remove when it asks the tensor how.
+    """
+    frame = _calling_frame("fsdp2_prepare_model", "accelerate.utils.fsdp_utils")
+    if frame is None:
+        return False
+    sender = frame.f_globals.get("fsdp2_load_full_state_dict")
+    return getattr(sender, "__module__", None) == frame.f_globals["__name__"]
+
+
 def is_converting_module() -> bool:
     """Tell whether `module.to(dtype)` or its like is the caller.
 
@@ -112,9 +125,13 @@ def is_converting_module() -> bool:
 
 
 def _is_called_by(function: str, module: str) -> bool:
+    return _calling_frame(function, module) is not None
+
+
+def _calling_frame(function: str, module: str) -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
-            return True
+            return frame
         frame = frame.f_back
-    return False
+    return None

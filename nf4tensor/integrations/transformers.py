@@ -8,6 +8,7 @@ has everything that depends on a release of Transformers. Called by users.
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,17 @@ class NF4Config(QuantizationConfigMixin):
         )
 
 
+def _names_to_ignore(model: Any) -> list[str]:
+    """Name the 4-bit weights for DistributedDataParallel, which asks the module that it wraps.
+
+    It would broadcast them together with dense ones. Named as in the model, and as PEFT names them.
+    """
+    weights = [n for n, p in model.named_parameters() if isinstance(p, NF4Tensor)]
+    adapted = [f"base_model.model.{name}" for name in weights]
+    deep = [f"{head}.base_layer.{key}" for head, _, key in (n.rpartition(".") for n in adapted)]
+    return weights + adapted + deep
+
+
 def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     dtype = getattr(torch, given, given) if isinstance(given, str) else given
     if dtype is not None and dtype not in WEIGHT_DTYPES:
@@ -252,7 +264,11 @@ class NF4Quantizer(HfQuantizer):
         for parameter in model.parameters():
             if isinstance(getattr(parameter, "_local_tensor", parameter), NF4Tensor):
                 parameter.requires_grad_(False)  # of a DTensor it is not what the operation said
+        model._ddp_params_and_buffers_to_ignore = _names_to_ignore(model)
         save_as_in_memory(model)
+        if "accelerate" in sys.modules:
+            with suppress(ImportError):  # of another version; then what needs it says so
+                import nf4tensor.integrations.accelerate
         if "peft" in sys.modules:  # which takes seconds to load
             import nf4tensor.integrations.peft  # noqa: F401
         return model

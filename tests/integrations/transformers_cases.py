@@ -168,3 +168,28 @@ def case_peak_memory(rank: int, world_size: int, dense: Path) -> tuple[int, int]
         model = load_sharded(dense, world_size, quantization_config=NF4Config())
     records = local_records(model).values()
     return peak.bytes, sum(record.untyped_storage().nbytes() for record in records)
+
+
+def case_replicated(rank: int, world_size: int, folder: Path) -> tuple[list[float], torch.Tensor]:
+    """Train adapters over a base that is whole on every rank; return losses and a sum."""
+    from peft import LoraConfig, get_peft_model
+    from torch.nn.parallel import DistributedDataParallel
+
+    from nf4tensor.integrations.transformers import NF4Config
+    from tests.integrations.tiny_models import load
+
+    warnings.simplefilter("ignore")
+    model = load(folder, quantization_config=NF4Config())
+    torch.manual_seed(rank)  # its first broadcast makes them alike
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    replicated = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        tokens = TOKENS.chunk(world_size)[rank]
+        loss = replicated(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, sum(p.detach().double().sum() for p in model.parameters() if p.requires_grad)
