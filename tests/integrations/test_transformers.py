@@ -181,6 +181,24 @@ def test_generate(quantized):
     assert torch.equal(step, tokens[:, -1])
 
 
+def test_other_heads(folder, quantized, tmp_path):
+    """What a checkpoint lacks is dense, and trains; names are found with and without prefix."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    quantized.save_pretrained(tmp_path / "packed")
+    base = AutoModel.from_pretrained(tmp_path / "packed")
+    assert names_of(base) == {name.removeprefix("model.") for name in names_of(quantized)}
+    base.save_pretrained(tmp_path / "base")
+    again = load(tmp_path / "base")
+    for name in names_of(quantized):
+        weight = quantized.get_parameter(name)
+        assert torch.equal(again.get_parameter(name).record, weight.record), name
+    for source, options in (("packed", {}), (folder, {"quantization_config": NF4Config()})):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / source, **options)
+        assert names_of(model) == names_of(quantized)
+        assert model.score.weight.requires_grad
+
+
 def test_memory_footprint(folder, quantized):
     dense = load(folder)
     expected = memory_footprint(quantized)

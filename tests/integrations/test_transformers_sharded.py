@@ -82,6 +82,16 @@ def test_replicated_by_ddp(ranks, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_copies_of_shards(ranks, tmp_path):
+    """`dp_replicate_size=2`."""
+    save(tmp_path)
+    model = load(tmp_path, quantization_config=NF4Config())
+    for found in ranks.run(cases.case_copies, tmp_path):
+        assert torch.equal(found, logits(model))
+
+
+@pytest.mark.slow
 @two_and_three
 def test_peak_memory(ranks, tmp_path):
     """A rank needs its share and a few tensors; the whole is 520 MiB in bfloat16."""

@@ -10,14 +10,15 @@ from nf4tensor import NF4Tensor, memory_footprint
 from tests.integrations.tiny_models import TOKENS, logits
 
 
-def load_sharded(folder: Path, world_size: int, **options: Any) -> Any:
-    """Load a model of which every rank reads its own rows."""
+def load_sharded(folder: Path, world_size: int, num_copies: int = 1, **options: Any) -> Any:
+    """Load a model of which every rank reads its own rows, of one of some copies."""
     from transformers.distributed import DistributedConfig
 
     from tests.integrations.tiny_models import load
 
     warnings.simplefilter("ignore")
-    return load(folder, distributed_config=DistributedConfig(fsdp_size=world_size), **options)
+    sharding = DistributedConfig(fsdp_size=world_size // num_copies, dp_replicate_size=num_copies)
+    return load(folder, distributed_config=sharding, **options)
 
 
 def local_records(model: Any) -> dict[str, torch.Tensor]:
@@ -34,7 +35,9 @@ def local_records(model: Any) -> dict[str, torch.Tensor]:
 def case_load_save_generate(
     rank: int, world_size: int, dense: Path, packed: Path, folder: Path
 ) -> dict[str, Any]:
-    """Load dense and 4-bit files, sharded; use, save and train the model."""
+    """Load dense and 4-bit files, sharded; use, save and prepare the model."""
+    from peft import prepare_model_for_kbit_training
+
     from nf4tensor.integrations.transformers import NF4Config
 
     fresh = load_sharded(dense, world_size, quantization_config=NF4Config())
@@ -52,6 +55,10 @@ def case_load_save_generate(
     }
     assert model.get_memory_footprint() == memory_footprint(model)
     model.save_pretrained(folder)
+    prepare_model_for_kbit_training(fresh)
+    for name, record in local_records(fresh).items():
+        assert torch.equal(record, theirs[name]), name
+    torch.testing.assert_close(logits(fresh).bfloat16(), found["logits"], rtol=0, atol=3e-2)
     return found
 
 
@@ -193,3 +200,11 @@ def case_replicated(rank: int, world_size: int, folder: Path) -> tuple[list[floa
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, sum(p.detach().double().sum() for p in model.parameters() if p.requires_grad)
+
+
+def case_copies(rank: int, world_size: int, dense: Path) -> torch.Tensor:
+    """Load a model that is sharded within two copies."""
+    from nf4tensor.integrations.transformers import NF4Config
+
+    model = load_sharded(dense, world_size, num_copies=2, quantization_config=NF4Config())
+    return logits(model)
