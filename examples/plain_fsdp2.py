@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     if rank == 0:
         print(doctor(model, optimizer=optimizer))
 

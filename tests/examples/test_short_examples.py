@@ -62,12 +62,12 @@ def test_sft_trainer(model, tmp_path, num_ranks, packing):
 
 
 def test_plain_fsdp2(model):
-    options = ["--steps", "6", "--seq-len", "32", "--batch", "2"]
+    options = ["--steps", "16", "--seq-len", "32", "--batch", "4"]
     printed = run("plain_fsdp2.py", "--model", str(model), *options, num_ranks=2)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
-    assert len(losses) == 6
-    assert losses[-1] < losses[0]
-    assert "sharded over 2" in printed
+    assert len(losses) == 16
+    assert sum(losses[-4:]) < sum(losses[:4])  # each step has other text
+    assert "2 ranks" in printed
 
 
 def test_from_bitsandbytes(model, tmp_path):
