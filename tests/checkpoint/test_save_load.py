@@ -123,7 +123,7 @@ def loaded_and_saved(rank, world_size, folder):
         assert_equal(model, expected)
         inputs = torch.ones(2, 96)
         assert torch.equal(model(inputs), expected(inputs))
-    checkpoint.save(model, folder / f"by-{world_size}", progress=False)
+        checkpoint.save(model, folder / f"{source}-by-{world_size}", progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @up_to_four
 def test_ranks_load_their_rows_and_save_the_same_files(ranks: Ranks, folder: Path):
     ranks.run(loaded_and_saved, str(folder))
-    assert files_of(folder / f"by-{ranks.world_size}") == files_of(folder / "packed")
+    expected = files_of(folder / "packed")
+    for source in ("dense", "packed"):  # quantized while it was loaded, and not
+        assert files_of(folder / f"{source}-by-{ranks.world_size}") == expected
 
 
 def parallel(rank, world_size, folder):
